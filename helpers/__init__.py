@@ -1,0 +1,1 @@
+"""The tested package that the Inference Workbook's notebooks stand on."""
