@@ -106,12 +106,15 @@ def tier(name: str | None = None) -> Tier:
 
     WORKBOOK_MODEL replaces the model (a path or a Hugging Face id). Where the weights are not at hand (a folder without
     them, or an id that is not in the local cache while HF_HUB_OFFLINE=1) the tier is speed-only: the model's shape with
-    dummy weights. ValueError for an unknown name.
+    dummy weights. Without AVX-512 a CPU tier has no FP8 KV cache (vLLM 0.32 has no kernel for it). ValueError for an
+    unknown name.
     """
     name = name or os.environ.get("WORKBOOK_TIER") or detect()
     if name not in _tiers():
         raise ValueError(f"tier {name!r} is unknown: set WORKBOOK_TIER to one of {', '.join(_tiers())}")
     row = copy.deepcopy(_tiers()[name])
+    if "gpu" not in row and "avx512f" not in machine()["isa"]:
+        row["kv_dtypes"] = ["auto"]
     model, load_format = _locate(os.environ.get("WORKBOOK_MODEL") or row["model"])
     return Tier(name=name, load_format=load_format, **row | {"model": model})
 

@@ -188,7 +188,7 @@ class ModelShape:
 
 
 def shape(name_or_path: str | os.PathLike) -> ModelShape:
-    """The shape of a known model ("Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct-AWQ", "course"), a folder or a config.json."""
+    """The shape of a known model ("Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct", "course"), a folder or a config.json."""
     config, name = _config(name_or_path)
     return from_config(config, name)
 
