@@ -1,0 +1,129 @@
+"""The small process between a notebook and its server: when the notebook goes, however it goes, the server goes too.
+
+    python guard.py -- command ...
+
+The guard starts the command, prints its process id on standard output and waits. Whoever started the guard holds its
+standard input open and never writes to it; a kill -9 closes it as surely as a clean exit does. On end of input, on a
+signal, or when its parent changes, the guard sends SIGTERM to the command, waits, and sends SIGKILL to what is left.
+When the command ends by itself, what it left behind is ended the same way. The guard exits with the command's code.
+
+It is a subreaper: orphans of the command become its children, so the tree of processes below it is complete even when
+they start sessions of their own or change their names. Python's resource trackers are spared until the rest is gone:
+they remove the shared memory that killed processes leave behind. Standard library only; Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GRACE_SECONDS = 2.0
+POLL_SECONDS = 0.1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def descendants(root: int) -> set[int]:
+    """Process ids of everything below `root`, zombies left out."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found, queue = set(), [root]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found.update(below)
+        queue.extend(below)
+    return found
+
+
+def is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+class Guard:
+    def __init__(self, command: list[str]) -> None:
+        self.ending = False
+        self.code: int | None = None
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "the kernel refuses PR_SET_CHILD_SUBREAPER")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._end)
+        self.command = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+        )
+
+    def _end(self, *_: object) -> None:
+        self.ending = True
+
+    def reap(self) -> None:
+        """Collect ended children, adopted ones included, and keep the command's exit code."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.command.pid:
+                self.code = os.waitstatus_to_exitcode(status)
+
+    def watch(self) -> None:
+        """Return when the command has ended or the notebook is gone."""
+        parent = os.getppid()
+        while not self.ending and self.code is None and os.getppid() == parent:
+            if select.select([0], [], [], POLL_SECONDS)[0] and not os.read(0, 4096):
+                return
+            self.reap()
+
+    def finish(self) -> None:
+        """Leave no process below the guard."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        if self.code is None:
+            os.kill(self.command.pid, signal.SIGTERM)
+            while self.code is None and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS / 2)
+                self.reap()
+        while left := descendants(os.getpid()):
+            others = {pid for pid in left if not is_resource_tracker(pid)}
+            if others:
+                deadline = time.monotonic() + GRACE_SECONDS
+            for pid in others or (left if time.monotonic() > deadline else ()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_SECONDS / 2)
+            self.reap()
+        self.reap()
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] != ["--"] or len(arguments) < 2:
+        print("usage: guard.py -- command [argument ...]", file=sys.stderr)
+        return 2
+    guard = Guard(arguments[1:])
+    print(guard.command.pid, flush=True)
+    guard.watch()
+    guard.finish()
+    return guard.code if guard.code >= 0 else 128 - guard.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
