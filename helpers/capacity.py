@@ -108,9 +108,9 @@ def activation_bytes(
 ) -> int:
     """Peak of vLLM's profile run: the larger of one forward pass and one sampler call, plus the hidden states.
 
-    Forward, per token at 16 bits: four vectors of hidden size (residual, attention output as input and output of its
-    projection, normed input of the MLP) and the MLP's gate, up and product, divided over ranks. The sampler holds
-    SAMPLER_BYTES for each of max_num_seqs x vocabulary logits. Multimodal encoders and dequantized copies are not
+    Forward, per token at 16 bits: the MLP's gate, up and product (divided over ranks) and four vectors of hidden size;
+    that it is four was read off two start logs (1.09 and 2.02 GiB), the rest is counted from vLLM's source. The sampler
+    holds SAMPLER_BYTES for each of max_num_seqs x vocabulary logits. Multimodal encoders and dequantized copies are not
     counted.
     """
     mlp = (3 if model.gated_mlp else 2) * model.intermediate_size
@@ -142,8 +142,8 @@ def memory_plan(
     kv = utilization x total - weights - non_torch - activation - cuda_graphs, or `kv_cache_memory_bytes` where given
     (then no card is needed, as on the CPU lane). Give `activation`, `non_torch` and `cuda_graphs` in bytes where a log
     prints them; the first two are estimated otherwise, and graphs are taken as 0 (true for enforce_eager; vLLM 0.21 and
-    later charge an estimate of a few hundred MiB, earlier ones left them outside the budget). The default utilization
-    is vLLM 0.32's; versions before 0.20 or so had 0.9. ValueError for options that vLLM would refuse.
+    later charge an estimate of their own, earlier ones left graphs outside the budget). The default utilization is that
+    of vLLM 0.32; 0.6.4 had 0.9. ValueError for options that vLLM would refuse.
     """
     model = shape(model) if isinstance(model, str) else model
     card = gpu(card) if isinstance(card, str) else card
@@ -208,17 +208,24 @@ def max_concurrency(plan: MemoryPlan, context: int) -> int:
     return max(plan.kv_blocks - 1, 0) // math.ceil(context / plan.block_size)
 
 
-def compare(plan: MemoryPlan, reported: dict[str, float]) -> list[dict]:
-    """A plan beside a log: one row per reported term with predicted, reported and relative error.
+def compare(plan: MemoryPlan, facts: dict) -> list[dict]:
+    """A plan beside the log of the server it is for: term, predicted, logged and relative error, in the log's units.
 
-    Keys of `reported` are fields of the plan; sizes in bytes, `kv_tokens` in tokens, `concurrency` in requests.
+    `facts` is what `serverlog.facts` read (weights_gib, kv_memory_gib, kv_tokens, ...); terms it lacks are left out.
     """
-    rows = []
-    for term, value in reported.items():
-        predicted = getattr(plan, term)
-        error = (predicted - value) / value if value else math.inf
-        rows.append({"term": term, "predicted": predicted, "reported": value, "error": error})
-    return rows
+    predicted = {
+        "weights_gib": plan.weights / GIB,
+        "activation_gib": plan.activation / GIB,
+        "non_torch_gib": plan.non_torch / GIB,
+        "kv_memory_gib": plan.kv / GIB,
+        "kv_tokens": plan.kv_tokens,
+        "max_concurrency": plan.concurrency,
+    }
+    return [
+        {"term": term, "predicted": value, "logged": facts[term], "error": value / facts[term] - 1}
+        for term, value in predicted.items()
+        if facts.get(term)
+    ]
 
 
 def start_logs() -> list[dict]:
@@ -231,7 +238,7 @@ def start_logs() -> list[dict]:
 
 
 def plan_for_log(row: dict, given_activation: bool = False) -> MemoryPlan:
-    """The plan for a row of `start_logs` that has a config, with its logged activation and non-torch memory if asked."""
+    """The plan for a row of `start_logs` with a config; activation and non-torch memory as logged, if asked."""
     card = gpu(row["card"])
     if "total_gpu_memory_gib" in row:
         card = replace(card, memory_bytes=round(row["total_gpu_memory_gib"] * GIB))
@@ -255,7 +262,7 @@ def log_table() -> list[dict]:
     """How wrong the plan is: for each log with a dense config and a utilization, KV memory logged and predicted (GiB).
 
     `given` takes activation and non-torch memory from the log (None where it prints none), `predicted` estimates them;
-    `error` and `given_error` are relative to what was logged. Nothing was fitted to these rows.
+    `error` and `given_error` are relative to what was logged.
     """
     rows = []
     for row in start_logs():

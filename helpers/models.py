@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-COURSE_FOLDER = Path(__file__).parent / "coursemodel"
+COURSE_FOLDER = Path(__file__).parent / "coursemodel" / "model"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 # Bytes of one stored key or value element, by vLLM's --kv-cache-dtype.
