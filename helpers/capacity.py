@@ -22,7 +22,7 @@ SAMPLER_BYTES = {"in place": 2 + 4 + 4 + 4, "sort": 2 + 4 + 4 + 8 + 8 + 12}
 
 # Memory outside PyTorch's allocator (cuBLAS, attention work space; with more ranks NCCL's buffers), as vLLM 0.11 logged
 # it on H100. Measured, not derived: other versions and cards print 0.02 to 0.26 GiB on one rank.
-NON_TORCH = {1: 0.13 * GIB, 2: 0.54 * GIB}
+NON_TORCH = {1: round(0.13 * GIB), 2: round(0.54 * GIB)}
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ def memory_plan(
         )
     if non_torch is None:
         non_torch = NON_TORCH[min(tensor_parallel, 2)] if card else 0
+    activation, non_torch, cuda_graphs = round(activation), round(non_torch), round(cuda_graphs)
     fixed = weights + non_torch + activation + cuda_graphs
     if kv_cache_memory_bytes is None:
         budget = int(card.memory_bytes * gpu_memory_utilization)
@@ -175,12 +176,12 @@ def memory_plan(
     per_token = model.kv_bytes_per_token(kv_dtype, tensor_parallel)
     return MemoryPlan(
         shape=model,
-        budget=int(budget),
+        budget=budget,
         weights=weights,
-        non_torch=int(non_torch),
-        activation=int(activation),
-        cuda_graphs=int(cuda_graphs),
-        kv=int(kv),
+        non_torch=non_torch,
+        activation=activation,
+        cuda_graphs=cuda_graphs,
+        kv=kv,
         kv_bytes_per_token=per_token,
         kv_slot_bytes=per_token // model.num_layers * model.kv_layer_slots,
         block_size=block_size,

@@ -103,7 +103,7 @@ def test_any_output_of_nvidia_smi_is_read_or_refused(text):
     assert found is None or found["count"] >= 1
 
 
-# From the white papers: SMs, dense 16-bit multiply-adds per SM and clock (32-bit accumulation), boost GHz, bus bits, Gbit/s.
+# White papers: SMs, dense 16-bit multiply-adds per SM and clock (32-bit sums), boost GHz, bus bits, Gbit/s per pin.
 SILICON = {
     "RTX 3090": (82, 256, 1.695, 384, 19.5),
     "RTX 4090": (128, 256, 2.52, 384, 21.0),
