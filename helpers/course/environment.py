@@ -107,11 +107,15 @@ def install_torch(choice: str) -> None:
         install_torch("pypi")
 
 
-def create(choice: str) -> None:
+def make_empty() -> None:
     shutil.rmtree(str(VENV), ignore_errors=True)
-    print("Making .venv: about 1.3 GB to download, 4 GB on disk")
     interpreter = os.path.realpath(sys.executable)  # not the link inside the environment that was just removed
     subprocess.run([interpreter, "-m", "venv", str(VENV)], check=True)
+
+
+def create(choice: str) -> None:
+    print("Making .venv: about 1.3 GB to download, 4 GB on disk")
+    make_empty()
     packages = entries(LOCK.read_text())
     build_lock = VENV / "build.lock"
     build_lock.write_text("".join(packages[name] for name in BUILD_TOOLS))

@@ -1,4 +1,4 @@
-"""Execute notebooks as a reader would, cell by cell, and keep the executed copies: `python -m helpers.course.execute`."""
+"""Execute notebooks as a reader would, cell by cell, and keep the executed copies."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def first_words(source: str, width: int = 48) -> str:
 def run(paths, out_dir="out", timeout: float = CELL_TIMEOUT) -> list[Path]:
     """Execute each notebook in its own folder and return the executed copies, which lie in `out_dir`.
 
-    `timeout` is in seconds per cell. Raises NotebookError at the first cell that fails, FileNotFoundError before anything
-    runs if a notebook is missing. The kernel ends with its notebook, and servers started in it end with the kernel.
+    `timeout` is in seconds per cell. Raises NotebookError at the first cell that fails, FileNotFoundError before
+    anything runs if a notebook is missing. The kernel ends with its notebook.
     """
     paths = [Path(path) for path in paths]
     missing = [str(path) for path in paths if not path.is_file()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -57,12 +58,24 @@ def _query_gpus() -> str:
         return ""
 
 
+def _has_nvcc() -> bool:
+    """Whether there is an nvcc where vLLM 0.32 looks for the one that FlashInfer runs (vllm/utils/flashinfer.py)."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which(os.path.join(home, "bin", "nvcc")) is not None
+    return shutil.which("nvcc") is not None or shutil.which("/usr/local/cuda/bin/nvcc") is not None
+
+
+def _installed(*modules: str) -> bool:
+    return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
 def collect() -> dict:
     """Facts as a flat dict; sizes in GB (10^9 bytes), None where the machine does not say."""
     found = gpus(_query_gpus())
     return {
         "python": tuple(sys.version_info[:3]),
-        "ensurepip": importlib.util.find_spec("ensurepip") is not None,
+        "ensurepip": _installed("ensurepip"),
         "system": platform.system(),
         "machine": platform.machine(),
         "cpu_flags": cpu_flags(_read("/proc/cpuinfo")),
@@ -70,7 +83,7 @@ def collect() -> dict:
         "folder": str(ROOT),
         "disk_gb": shutil.disk_usage(str(ROOT)).free / 1e9,
         "gpu": min(found, key=lambda gpu: gpu["capability"]) if found else None,
-        "nvcc": shutil.which("nvcc") is not None,
+        "nvcc": _has_nvcc(),
         "ninja": shutil.which("ninja") is not None,
-        "flashinfer_jit_cache": importlib.util.find_spec("flashinfer_jit_cache") is not None,
+        "flashinfer_kernels": _installed("flashinfer_cubin", "flashinfer_jit_cache"),
     }

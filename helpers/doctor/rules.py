@@ -103,10 +103,10 @@ PREFLIGHT = [
     Rule(
         "flashinfer",
         "warn",
-        lambda facts: facts["flashinfer_jit_cache"] or (facts["nvcc"] and facts["ninja"]),
-        "FlashInfer can make its kernels, so the FP8 KV cache runs on {gpu[name]}",
+        lambda facts: facts["flashinfer_kernels"] or (facts["nvcc"] and facts["ninja"]),
+        "FlashInfer has or can compile its kernels, so the FP8 KV cache runs on {gpu[name]}",
         "nvcc or ninja is missing, and on {gpu[name]} the FP8 KV cache needs FlashInfer, which compiles its kernels: "
-        "`conda env create -f environment.yml` brings both",
+        "environment.yml brings both, `vllm download-kernels` prebuilt kernels",
         lambda facts: facts["gpu"] is not None and 8 <= facts["gpu"]["capability"] < 9,
     ),
 ]
