@@ -18,26 +18,28 @@ def _truth(text: str) -> bool:
     return text == "True"
 
 
-_SIZE = r"(-?[\d.]+) ?Gi?B"
+_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_COUNT = r"(\d[\d,]*)"
+_SIZE = rf"{_NUMBER} ?Gi?B"
 _FACTS = {
     "engine_version": (str, r"LLM engine \(v([^)]+)\)", r"█\s+version (\S+)"),
     "model": (str, r"with config: model='([^']+)'"),
     "architecture": (str, r"Resolved architecture: (\w+)"),
     "dtype": (str, r", dtype=torch\.(\w+)"),
     "quantization": (str, r", quantization=(?!None\b)(\w+),"),
-    "kv_cache_dtype": (str, r" kv_cache_dtype=(\w+)"),
-    "tensor_parallel_size": (int, r" tensor_parallel_size=(\d+)"),
-    "enforce_eager": (_truth, r" enforce_eager=(True|False)"),
-    "enable_prefix_caching": (_truth, r" enable_prefix_caching=(True|False)"),
-    "enable_chunked_prefill": (_truth, r" enable_chunked_prefill=(True|False)"),
-    "block_size": (int, r"'block_size': (\d+)"),
+    "kv_cache_dtype": (str, r", kv_cache_dtype=(\w+)"),
+    "tensor_parallel_size": (int, r", tensor_parallel_size=(\d+)"),
+    "enforce_eager": (_truth, r", enforce_eager=(True|False)"),
+    "enable_prefix_caching": (_truth, r", enable_prefix_caching=(True|False)"),
+    "enable_chunked_prefill": (_truth, r", enable_chunked_prefill=(True|False)"),
+    "block_size": (int, r"Setting attention block size to (\d+) tokens", r"'block_size': (\d+)"),
     "max_model_len": (
         _count,
-        r" max_seq_len=(\d+)",
-        r"Using max model len (\d+)",
-        r"Maximum concurrency for ([\d,]+) tokens",
+        rf", max_seq_len={_COUNT}",
+        rf"Using max model len {_COUNT}",
+        rf"Maximum concurrency for {_COUNT} tokens",
     ),
-    "max_num_batched_tokens": (_count, r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)"),
+    "max_num_batched_tokens": (_count, rf"Chunked prefill is enabled with max_num_batched_tokens={_COUNT}"),
     "attention_backend": (
         str,
         r"Using (?:AttentionBackendEnum\.)?(\w+) attention backend",
@@ -51,26 +53,36 @@ _FACTS = {
         r"Using (\w+) kernel\.",
     ),
     "checkpoint_gib": (float, rf"Checkpoint size: {_SIZE}"),
-    # Before 0.7 the line said GB, and divided by 2**30 all the same.
-    "weights_gib": (float, rf"Model loading took {_SIZE}", rf"[Ll]oading model weights took {_SIZE}"),
-    "load_seconds": (float, r"Model loading took .* and ([\d.]+) seconds", r"Loading weights took ([\d.]+) seconds"),
-    "activation_gib": (float, rf"activation peak memory takes {_SIZE}", rf"{_SIZE} for peak activation"),
-    "non_torch_gib": (float, rf"non_torch_memory takes {_SIZE}", rf"{_SIZE} for non-torch memory"),
-    "gpu_memory_gib": (float, rf"total_gpu_memory \({_SIZE}\)", r"Free memory on device \([\d.]+/([\d.]+) GiB\)"),
+    # Before 0.7 the line said GB, and meant 2**30 bytes all the same.
+    "weights_gib": (
+        float,
+        rf"Model loading took {_SIZE}",
+        rf"Loading model weights took {_SIZE}",
+        rf"model weights take\s+{_SIZE}",
+    ),
+    "load_seconds": (
+        float,
+        rf"Model loading took .* and {_NUMBER} seconds",
+        rf"Loading weights took {_NUMBER} seconds",
+    ),
+    "activation_gib": (float, rf"activation peak memory(?: takes)?\s+{_SIZE}", rf"{_SIZE} for peak activation"),
+    "non_torch_gib": (float, rf"non_torch_memory(?: takes)?\s+{_SIZE}", rf"{_SIZE} for non-torch memory"),
+    "gpu_memory_gib": (float, rf"total_gpu_memory\s+\(?{_SIZE}", rf"Free memory on device \([\d.]+/{_SIZE}\)"),
     "kv_memory_gib": (
         float,
         rf"Available KV cache memory: {_SIZE}",
         rf"reserved for KV Cache is {_SIZE}",
+        rf"available_kv_cache_memory\s+{_SIZE}",
         rf"reserved {_SIZE} memory for KV Cache",
-        r"Explicitly set \(([\d.]+)/[\d.]+\) GiB for KV cache",
+        rf"Explicitly set \({_NUMBER}/[\d.]+\) GiB for KV cache",
     ),
-    "kv_tokens": (_count, r"[GC]PU KV cache size: ([\d,]+) tokens"),
-    "gpu_blocks": (_count, r"# (?:GPU|cuda) blocks: ([\d,]+)"),
-    "max_concurrency": (float, r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"),
-    "compile_seconds": (float, r"torch\.compile (?:takes|took) ([\d.]+) s in total"),
-    "graph_capture_seconds": (float, r"Graph capturing finished in ([\d.]+) sec"),
+    "kv_tokens": (_count, rf"[GC]PU KV cache size: {_COUNT} tokens"),
+    "gpu_blocks": (_count, rf"# (?:GPU|cuda) blocks: {_COUNT}"),
+    "max_concurrency": (float, rf"Maximum concurrency for [\d,]+ tokens per request: {_NUMBER}x"),
+    "compile_seconds": (float, rf"torch\.compile (?:takes|took) {_NUMBER} s in total"),
+    "graph_capture_seconds": (float, rf"Graph capturing finished in {_NUMBER} sec"),
     "graph_gib": (float, rf"Graph capturing finished in [\d.]+ secs?, took {_SIZE}"),
-    "init_seconds": (float, r"init engine \(.*?\) took ([\d.]+) s"),
+    "init_seconds": (float, rf"init engine \(.*?\) took {_NUMBER} s"),
 }
 
 
@@ -85,7 +97,7 @@ def facts(text: str) -> dict[str, object]:
 
 
 _PREFIX = re.compile(
-    r"^(?:[\w.-]+ +\| )?(?:\(\w[^)]*\) )?(?:(?P<level>[A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d )?(?:\[?[\w./]+\.py:\d+\] ?)?"
+    r"^(?:[\w.-]+ +\| )?(?:\(\w[^)]*\) )*(?:(?P<level>[A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d )?(?:\[?[\w./]+\.py:\d+\] ?)?"
 )
 _EXCEPTION = re.compile(r"^(?P<type>(?:\w+\.)*\w*(?:Error|Exception|OutOfResources))(?:: (?P<message>.*)|\(.*\))$")
 _OTHER = re.compile(r"^(?:[\w.]+: error: |ERROR: +)(?P<message>.*)$")

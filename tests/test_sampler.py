@@ -112,7 +112,7 @@ def test_processor_time_is_what_the_kernel_counted(child):
         times, percents = samples.columns["t_s"], samples.columns["cpu_percent"]
         assert percents[0] is None
         sampled = sum(percents[i] / 100 * (times[i] - times[i - 1]) for i in range(1, 6))
-        assert sampled == pytest.approx(after - before, abs=0.1)
+        assert sampled == pytest.approx(after - before, abs=0.25)
 
 
 def test_a_dying_process_ends_the_series(child):
