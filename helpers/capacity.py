@@ -388,6 +388,7 @@ def largest_model_table(
     """The largest Qwen2.5 that starts on one card: a row per card and scheme, with the plan's KV tokens (predicted).
 
     A model counts as fitting if one request of `context` tokens fits beside it, 64 requests being admitted at once.
+    On a card without FP8 units vLLM keeps FP8 weights as they are and multiplies at 16 bits.
     """
     family = sorted((shape(name) for name in known_models() if name.startswith("Qwen2.5")), key=lambda m: m.parameters)
     rows = []

@@ -27,7 +27,8 @@ from helpers.capacity import (
     ttft_floor,
 )
 from helpers.hardware import GIB, gpu
-from helpers.models import kv_bytes_per_token, shape
+from helpers.models import kv_bytes_per_token, shape, write_shape_folder
+from helpers.serving import serve
 
 LOGS = {row["id"]: row for row in start_logs()}
 # Rows whose pool is charged per layer and KV head (the others are latent attention).
@@ -140,6 +141,20 @@ def test_on_the_cpu_lane_the_pool_is_what_was_asked_for():
     plan = memory_plan("Qwen2.5-0.5B", kv_cache_memory_bytes=GIB, block_size=128, max_model_len=4096)
     assert plan.kv == GIB and plan.kv_blocks == GIB // (12_288 * 128) and plan.kv_tokens == plan.kv_blocks * 128
     assert plan.concurrency == plan.kv_blocks / 32
+
+
+@pytest.mark.vllm
+def test_a_live_server_logs_what_the_plan_says(tmp_path):
+    """vLLM on the CPU, the 0.5B's shape with dummy weights and a pool that is no whole number of blocks."""
+    folder = write_shape_folder("Qwen2.5-0.5B", tmp_path / "shape")
+    pool = 200_000_000
+    options = {"max_model_len": 2048, "max_num_seqs": 8, "kv_cache_memory_bytes": pool}
+    with serve(folder, load_format="dummy", dtype="bfloat16", enforce_eager=True, progress=False, **options) as server:
+        facts = server.log.facts()
+    plan = memory_plan("Qwen2.5-0.5B", block_size=128, **options)
+    rows = {row["term"]: row for row in compare(plan, facts)}
+    assert rows["kv_tokens"]["predicted"] == rows["kv_tokens"]["logged"] == pool // (12_288 * 128) * 128
+    assert rows["max_concurrency"]["predicted"] == pytest.approx(rows["max_concurrency"]["logged"], abs=0.0051)
 
 
 def test_a_plan_that_does_not_fit_says_why_and_what_to_change():
