@@ -16,8 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from helpers.load.plan import LoadPlan
-from helpers.load.prompts import make_prompts, read_sharegpt
+from helpers.load.prompts import make_prompts
 from helpers.load.result import LoadResult, Request
+from helpers.load.traces import read_sharegpt
 
 
 class LoadError(RuntimeError):
@@ -178,6 +179,7 @@ def _locust_requests(plan, base_url, model_name, tokenizer, csv) -> Iterator[dic
         "ignore_eos": plan.ignore_eos,
         "think_time": plan.think_time,
         "think": plan.think,
+        "linger": 0 if csv is None else 1.5,
     }
     users = str(plan.concurrency)
     command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless"]

@@ -1,7 +1,8 @@
 """Locust users that stream completions and note when every token arrives; helpers.load starts it as a process.
 
 The job is a JSON file named by LOAD_JOB: model, prompts ([prompt, tokens to generate]), ignore_eos, think_time, think,
-and "events", the file descriptor for JSON lines (one a finished request).
+"linger" (seconds to stay after the last answer, for Locust writes its CSVs once a second and not at the end), and
+"events", the file descriptor for JSON lines (one a finished request).
 """
 
 import json
@@ -80,4 +81,4 @@ class Student(HttpUser):
         EVENTS.write(json.dumps(event) + "\n")
         unfinished -= 1
         if not unfinished:
-            gevent.spawn(self.environment.runner.quit)
+            gevent.spawn_later(JOB["linger"], self.environment.runner.quit)

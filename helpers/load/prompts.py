@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 from helpers.load.plan import LoadPlan
+from helpers.load.traces import read_sharegpt
 
 
 def make_prompts(plan: LoadPlan, tokenizer: str | Path) -> list[tuple[str | list[int], int]]:
@@ -40,16 +40,3 @@ def make_prompts(plan: LoadPlan, tokenizer: str | Path) -> list[tuple[str | list
         raise ValueError(f"{plan.dataset}: no conversation of 4 to 1024 tokens of prompt and at most 2048 in all")
     rng = random.Random(plan.seed)
     return prompts + [rng.choice(prompts) for _ in range(plan.num_requests - len(prompts))]
-
-
-def read_sharegpt(path: str | Path) -> list[tuple[str, str]]:
-    """The first two turns of every conversation that has two."""
-    try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-        talks = [entry["conversations"] for entry in entries if len(entry.get("conversations", ())) >= 2]
-        turns = [(talk[0]["value"], talk[1]["value"]) for talk in talks]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: not a file in ShareGPT's format ({type(error).__name__}: {error})") from None
-    if not turns:
-        raise ValueError(f"{path}: no conversation of two turns")
-    return turns
