@@ -209,6 +209,42 @@ def max_concurrency(plan: MemoryPlan, context: int) -> int:
     return max(plan.kv_blocks - 1, 0) // math.ceil(context / plan.block_size)
 
 
+def server_plan(model: ModelShape | str, card: GPU | str | None, options: dict, facts: dict) -> MemoryPlan:
+    """The plan of a server from its start options (keywords of `serving.serve`) and the facts of its log.
+
+    From the facts come the block size, and what the profile run measured (activation, other memory), if logged.
+    """
+    measured = {"activation": "activation_gib", "non_torch": "non_torch_gib"}
+    names = (
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    )
+    return memory_plan(
+        model,
+        card,
+        served_scheme(options),
+        served_kv_dtype(options),
+        tensor_parallel=options.get("tensor_parallel_size", 1),
+        block_size=facts.get("block_size", 16),
+        **{name: options[name] for name in names if name in options},
+        **{name: facts[fact] * GIB for name, fact in measured.items() if fact in facts},
+    )
+
+
+def served_scheme(options: dict) -> str:
+    """The weight scheme of a server from its start options: its quantization, else its dtype."""
+    short = {"float32": "fp32", "float16": "fp16"}
+    return options.get("quantization") or short.get(options.get("dtype"), "bf16")
+
+
+def served_kv_dtype(options: dict) -> str:
+    """The KV dtype of a server from its start options: kv_cache_dtype, else the dtype it computes in."""
+    return options.get("kv_cache_dtype") or options.get("dtype") or "auto"
+
+
 def compare(plan: MemoryPlan, facts: dict) -> list[dict]:
     """A plan beside the log of the server it is for: term, predicted, logged and relative error, in the log's units.
 
@@ -298,6 +334,19 @@ def decode_flops(model: ModelShape, batch: int, context: int) -> int:
     """FLOPs of one decode step: two per weight of linears and head, and query-key and weight-value products."""
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * context
     return batch * (2 * (model.linear_parameters + model.embedding_parameters) + attention)
+
+
+def attained(
+    model: ModelShape,
+    batch: int,
+    context: int,
+    step: float,
+    scheme: str | WeightScheme = "bf16",
+    kv_dtype: str = "auto",
+) -> tuple[float, float]:
+    """A decode step of `step` seconds as a point of the roofline: (FLOP per byte, FLOP/s)."""
+    flops = decode_flops(model, batch, context)
+    return flops / decode_bytes(model, batch, context, scheme, kv_dtype), flops / step
 
 
 def tpot_floor(

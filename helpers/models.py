@@ -40,7 +40,7 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How the linear layers are stored; embeddings, head, norms and biases stay at 16 bits.
+    """How the linear layers are stored; embeddings, head, norms and biases have `other_bits`.
 
     `group_size` is the number of input features that share a scale (None: one scale per output channel);
     `zero_bits` is the width of a group's zero point. `untied_head` adds a 16-bit head to a model that has none of
@@ -53,6 +53,7 @@ class WeightScheme:
     scale_bits: int = 0
     zero_bits: int = 0
     untied_head: bool = False
+    other_bits: int = 16
 
     @property
     def bits_per_weight(self) -> float:
@@ -66,6 +67,7 @@ def awq(group_size: int = 128, untied_head: bool = False) -> WeightScheme:
 
 
 SCHEMES = {
+    "fp32": WeightScheme("fp32", 32, other_bits=32),
     "bf16": WeightScheme("bf16", 16),
     "fp16": WeightScheme("fp16", 16),
     "fp8": WeightScheme("fp8", 8, scale_bits=32),
@@ -75,7 +77,7 @@ SCHEMES = {
 
 
 def weight_scheme(scheme: str | WeightScheme) -> WeightScheme:
-    """The scheme of that name (bf16, fp16, fp8, int8, awq); a WeightScheme passes through."""
+    """The scheme of that name (fp32, bf16, fp16, fp8, int8, awq); a WeightScheme passes through."""
     if isinstance(scheme, WeightScheme):
         return scheme
     if scheme not in SCHEMES:
@@ -157,9 +159,9 @@ class ModelShape:
     def weight_bytes(self, scheme: str | WeightScheme = "bf16") -> int:
         """Bytes of the stored weights under a weight scheme. ValueError if a group does not divide a layer's input."""
         scheme = weight_scheme(scheme)
-        bits = 16 * (self.parameters - self.linear_parameters)
+        bits = scheme.other_bits * (self.parameters - self.linear_parameters)
         if scheme.untied_head and self.tie_word_embeddings:
-            bits += 16 * self.embedding_parameters
+            bits += scheme.other_bits * self.embedding_parameters
         for name, (rows, columns) in self.linears.items():
             group = scheme.group_size or rows
             if rows % group:

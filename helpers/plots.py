@@ -33,6 +33,7 @@ STYLE = {
     "grid.color": "#e6e6e6",
     "legend.frameon": False,
 }
+styled = plt.rc_context(STYLE)
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,7 @@ class Curve:
 
 
 def _figure(columns: int = 1, height: float = 3.2, width: float | None = None):
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, columns, figsize=(width or 4.1 * columns, height), squeeze=False)
+    figure, axes = plt.subplots(1, columns, figsize=(width or 4.1 * columns, height), squeeze=False)
     return figure, list(axes[0])
 
 
@@ -82,6 +82,7 @@ def _finish(figure: Figure, caption: str) -> Figure:
     return figure
 
 
+@styled
 def over_load(
     curves: list[Curve],
     metrics: dict[str, str],
@@ -111,6 +112,7 @@ def over_load(
     return _finish(figure, caption)
 
 
+@styled
 def timeline(result: LoadResult, caption: str) -> Figure:
     """Each request as a bar: from sending to the first token (light), and its decoding (dark)."""
     requests = sorted(result.succeeded, key=lambda r: r.start)
@@ -127,6 +129,7 @@ def timeline(result: LoadResult, caption: str) -> Figure:
     return _finish(figure, caption)
 
 
+@styled
 def arrivals(seconds: list[float], caption: str) -> Figure:
     """The tokens of one answer as they arrived: the first gap is TTFT, the slope of the rest TPOT."""
     figure, (axis,) = _figure(width=8.2, height=2.6)
@@ -143,6 +146,7 @@ def arrivals(seconds: list[float], caption: str) -> Figure:
     return _finish(figure, caption)
 
 
+@styled
 def stacked(bars: dict[str, dict[str, float]], unit: str, caption: str, title: str = "") -> Figure:
     """One horizontal bar a row, split into named parts of the same unit; every part is written on the bar."""
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
@@ -159,11 +163,12 @@ def stacked(bars: dict[str, dict[str, float]], unit: str, caption: str, title: s
     axis.set_yticks(range(len(bars)), list(bars))
     axis.grid(axis="y", visible=False)
     axis.set(xlabel=unit)
-    axis.set_title(title, pad=24)
+    axis.set_title(title, pad=26)
     axis.invert_yaxis()
     return _finish(figure, caption)
 
 
+@styled
 def roofline(
     roofs: dict[str, tuple[float, float]], points: dict[str, list[tuple[float, float]]], caption: str
 ) -> Figure:
@@ -191,6 +196,7 @@ def roofline(
     return _finish(figure, caption)
 
 
+@styled
 def distribution(values_ms: dict[str, list[float]], bounds_ms: list[float], caption: str, unit: str) -> Figure:
     """The share of requests at or below a latency, beside the bucket bounds through which a server reports it."""
     figure, (axis,) = _figure(width=8.2, height=3)
@@ -210,6 +216,7 @@ def distribution(values_ms: dict[str, list[float]], bounds_ms: list[float], capt
     return _finish(figure, caption)
 
 
+@styled
 def series(columns: dict[str, list], titles: dict[str, str], caption: str) -> Figure:
     """The sampler's columns over time, one panel each; `titles` maps column -> title with its unit."""
     figure, axes = _figure(len(titles), height=2.6)

@@ -333,3 +333,22 @@ def test_the_largest_qwen_for_each_card():
 def test_a_longer_context_needs_a_smaller_model():
     (row,) = largest_model_table(["L4"], ("awq",), context=32768)
     assert row["model"] == "Qwen2.5-14B" and row["kv_tokens"] >= 32768
+
+
+def test_attained_is_on_the_bandwidth_roof_when_the_step_is_the_floor():
+    model, card = shape("Qwen2.5-7B"), gpu("H200")
+    step = capacity.tpot_floor(model, card, batch=4, context=1000)
+    intensity, flops = capacity.attained(model, 4, 1000, step)
+    assert flops == pytest.approx(intensity * card.bandwidth)
+
+
+def test_a_server_of_float32_has_twice_the_bytes_of_bfloat16():
+    wide = capacity.server_plan(
+        "Qwen2.5-0.5B", None, {"dtype": "float32", "kv_cache_memory_bytes": 2**28}, {"block_size": 128}
+    )
+    half = capacity.server_plan(
+        "Qwen2.5-0.5B", None, {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**28}, {"block_size": 128}
+    )
+    assert wide.weights == 2 * half.weights
+    assert wide.kv_bytes_per_token == 2 * half.kv_bytes_per_token == 24_576
+    assert wide.kv_tokens == 2**28 // 24_576 // 128 * 128

@@ -182,7 +182,7 @@ def test_the_tier_comes_from_the_argument_then_the_environment_then_the_machine(
 
 def test_a_tier_belongs_to_its_caller():
     tier("cpu").serve["dtype"] = "changed"
-    assert tier("cpu").serve["dtype"] == "bfloat16"
+    assert tier("cpu").serve["dtype"] == "float32"
 
 
 def test_fp8_kv_needs_avx512_on_a_cpu(monkeypatch):

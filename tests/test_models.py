@@ -239,7 +239,7 @@ def test_kv_bytes_grow_with_layers_and_heads_and_weights_shrink_with_bits(sizes,
 
 
 def test_unknown_names_are_refused_with_the_choices():
-    with pytest.raises(ValueError, match="choose one of bf16"):
+    with pytest.raises(ValueError, match="choose one of fp32"):
         shape("Qwen2.5-7B").weight_bytes("int3")
     with pytest.raises(ValueError, match="choose one of auto"):
         shape("Qwen2.5-7B").kv_bytes_per_token("int8")
