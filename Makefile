@@ -9,7 +9,7 @@ run: env  ## execute the first notebooks on this machine
 	@$(BIN)/python -m helpers.course.execute notebooks/00*.ipynb notebooks/01*.ipynb
 
 lab: env  ## read and run the notebooks in a browser
-	@$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir=.
+	@$(BIN)/jupyter lab --ip=127.0.0.1 --allow-root
 
 test: env lint  ## every test, and every notebook against its stored outputs
 	@$(BIN)/python -m pytest --nbval tests notebooks

@@ -114,7 +114,7 @@ def make_empty() -> None:
 
 
 def create(choice: str) -> None:
-    print("Making .venv: about 1.3 GB to download, 4 GB on disk")
+    print("Making .venv: about 0.9 GB to download, 4 GB on disk")
     make_empty()
     packages = entries(LOCK.read_text())
     build_lock = VENV / "build.lock"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 MIN_PYTHON, MAX_PYTHON = (3, 11), (3, 14)
 DISK_GB = 6  # the environment takes 4 GB, its downloads and the caches of a run the rest
-MEMORY_GB = 4
+MEMORY_GB = 4  # the course model with 8 users took 3.1 (server, benchmark and notebook, PSS, 2026-11-30)
 MIN_DRIVER = 580  # CUDA 13, which PyTorch 2.13 is built with: CUDA Toolkit 13.0 release notes, table of drivers
 
 
