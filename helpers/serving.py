@@ -273,11 +273,10 @@ def _model_folder(model: str | Path, load_format: object) -> Path | None:
         raise ValueError(f"{folder}: there is no config.json in it; give the folder of a Hugging Face model.") from None
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: not JSON ({error}); save the model again.") from None
-    if load_format != "dummy" and not any(
-        folder.glob(pattern) for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-    ):
+    weights = (path for kind in ("safetensors", "bin", "pt", "gguf") for path in folder.glob(f"*.{kind}"))
+    if load_format in (None, "auto") and not any(weights):
         raise ValueError(
-            f"{folder}: no weights in it (*.safetensors); load_format='dummy' serves random ones, for speed only."
+            f"{folder}: no *.safetensors in it; load_format='dummy' serves random weights, for speed only."
         )
     return folder
 
@@ -290,8 +289,9 @@ def _reserved_port(port: int | None) -> Iterator[int]:
     """
     with socket.socket() as held:
         if port is not None:
+            if not 0 < port < 2**16:
+                raise ValueError(f"port {port}: give one from 1 to 65535, or leave port out for a free one.")
             with socket.socket() as other:
-                other.settimeout(1.0)
                 if other.connect_ex((HOST, port)) == 0:
                     raise ValueError(
                         f"port {port} of {HOST} is in use; give another, or leave port out for a free one."
