@@ -67,7 +67,7 @@ _FACTS = {
     ),
     "activation_gib": (float, rf"activation peak memory(?: takes)?\s+{_SIZE}", rf"{_SIZE} for peak activation"),
     "non_torch_gib": (float, rf"non_torch_memory(?: takes)?\s+{_SIZE}", rf"{_SIZE} for non-torch memory"),
-    "gpu_memory_gib": (float, rf"total_gpu_memory\s+\(?{_SIZE}", rf"Free memory on device \([\d.]+/{_SIZE}\)"),
+    "gpu_memory_gib": (float, rf"total_gpu_memory\s+\(?{_SIZE}", rf"Free memory on device (?:\S+ )?\([\d.]+/{_SIZE}\)"),
     "kv_memory_gib": (
         float,
         rf"Available KV cache memory: {_SIZE}",
@@ -101,7 +101,7 @@ _PREFIX = re.compile(
 )
 _EXCEPTION = re.compile(r"^(?P<type>(?:\w+\.)*\w*(?:Error|Exception|OutOfResources))(?:: (?P<message>.*)|\(.*\))$")
 _OTHER = re.compile(r"^(?:[\w.]+: error: |ERROR: +)(?P<message>.*)$")
-_WRAPPER = re.compile(r"[Ss]ee (?:root cause|stack trace)|core proc|encountered an issue")
+_WRAPPER = re.compile(r"[Ss]ee (?:root cause|stack trace)|for the root cause|core proc|encountered an issue")
 _CHAIN = re.compile(r"^(?:The above exception was the direct cause|During handling of the above exception)")
 
 
