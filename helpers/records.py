@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+RECORDED = Path(__file__).with_name("recorded")
 SCHEMA = 1
 MARK = "workbook_record"
 PROVENANCES = ("measured", "predicted")
