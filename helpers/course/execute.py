@@ -39,10 +39,15 @@ def _execute(path: Path, target: Path, timeout: float) -> Path:
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+    from traitlets.config import Config
 
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        config=Config(KernelManager={"transport_encryption": "auto"}),  # else the kernel warns on stderr
     )
     code_cells = [(index, cell) for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     for _, cell in code_cells:
