@@ -12,7 +12,7 @@ FLOORS = [
     {"models", "hardware", "records", "claims", "roofs"},
     {"capacity", "cost", "serving", "serverlog", "guard", "sampler", "load", "metrics"},
     {"coursemodel", "doctor"},
-    {"course", "plots", "widgets", "record_set", "cli"},
+    {"course", "plots", "widgets", "verdicts", "record_set", "cli"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {"torch", "vllm", "transformers", "locust", "pandas", "matplotlib", "triton"}
