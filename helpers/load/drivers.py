@@ -10,15 +10,20 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from helpers.load.plan import LoadPlan
 from helpers.load.prompts import make_prompts
 from helpers.load.result import LoadResult, Request
 from helpers.load.traces import read_sharegpt
+
+LOOPBACK = ("127.0.0.1", "localhost")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class LoadError(RuntimeError):
@@ -43,6 +48,8 @@ def stream(
     progress: bool = True,
 ) -> Iterator[LoadResult]:
     """Each result as its plan finishes, so that an interruption costs only the plan that was running.
+
+    The next plan starts when the next result is asked for: what is read from the server in between belongs to no load.
 
     base_url:   of any server with OpenAI's /v1/completions; a key, if it wants one, is read from OPENAI_API_KEY
     tokenizer:  folder with the model's tokenizer, for prompts of a known length
@@ -113,23 +120,25 @@ def bench_arguments(plan: LoadPlan, base_url: str, model_name: str, tokenizer: s
 def _with_vllm(plans, base_url, model_name, tokenizer, raw_dir, bar) -> Iterator[LoadResult]:
     runs = []
     for number, plan in enumerate(plans):
-        if warm_up := plan.warm_up():
-            arguments = bench_arguments(warm_up, base_url, model_name, tokenizer)
-            runs.append({"argv": [*arguments, "--disable-tqdm"], "measured": False})
-        arguments = bench_arguments(plan, base_url, model_name, tokenizer)
+        run = {"argv": bench_arguments(plan, base_url, model_name, tokenizer), "warm_up": None}
         if raw_dir is not None:
             name = f"bench_serve_{number}.json"
-            arguments += ["--save-result", "--result-dir", str(raw_dir), "--result-filename", name]
-        runs.append({"argv": arguments, "measured": True})
+            run["argv"] += ["--save-result", "--result-dir", str(raw_dir), "--result-filename", name]
+        if warm_up := plan.warm_up():
+            run["warm_up"] = [*bench_arguments(warm_up, base_url, model_name, tokenizer), "--disable-tqdm"]
+        runs.append(run)
 
-    runner = Path(__file__).with_name("vllm_runner.py")
-    unfinished = iter(plans)
-    for event in _events("vLLM's benchmark", [sys.executable, "-P", str(runner)], {"runs": runs}):
-        bar.update(event.get("done", 0))
-        if "result" in event:
-            yield _from_vllm(next(unfinished), model_name, event["result"], event["due"])
-    if missing := sum(1 for _ in unfinished):
-        raise LoadError(f"vLLM's benchmark left {missing} of {len(plans)} plans without a result")
+    command = [sys.executable, "-P", str(Path(__file__).with_name("vllm_runner.py"))]
+    with _process("vLLM's benchmark", command, {"runs": runs}) as (events, permit):
+        for plan in plans:
+            permit()
+            for event in events:
+                if "result" in event:
+                    yield _from_vllm(plan, model_name, event["result"], event["due"])
+                    break
+                bar.update(event["done"])
+            else:
+                raise LoadError(f"vLLM's benchmark ended without a result for {plan.name}")
 
 
 def _from_vllm(plan: LoadPlan, model_name: str, raw: dict, due: list[float]) -> LoadResult:
@@ -185,7 +194,8 @@ def _locust_requests(plan, base_url, model_name, tokenizer, csv) -> Iterator[dic
     command = [sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless"]
     command += ["--host", base_url, "--users", users, "--spawn-rate", users, "--exit-code-on-error", "0"]
     command += ["--only-summary"] + ([] if csv is None else ["--csv", str(csv), "--csv-full-history"])
-    return _events("Locust", command, job)
+    with _process("Locust", command, job) as (events, _):
+        yield from events
 
 
 def _from_locust(event: dict, first: float) -> Request:
@@ -204,17 +214,23 @@ def _from_locust(event: dict, first: float) -> Request:
 DRIVERS = {"vllm": _with_vllm, "locust": _with_locust}
 
 
-def _events(name: str, command: list[str], job: dict) -> Iterator[dict]:
-    """JSON lines that a driver's process writes to a pipe. It ends with this generator, or with this process."""
+@contextmanager
+def _process(name: str, command: list[str], job: dict) -> Iterator[tuple[Iterator[dict], Callable[[], None]]]:
+    """A driver's process: the JSON lines it writes to a pipe, and a call that lets it go on to its next run.
+
+    It ends with the `with` block, or, because its standard input then ends, with this process.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job_file, log_file = Path(folder) / "job.json", Path(folder) / "log"
         reading, writing = os.pipe()
         job_file.write_text(json.dumps(job | {"events": writing}))
-        environment = os.environ | {"LOAD_JOB": str(job_file), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        with log_file.open("w") as log, os.fdopen(reading) as events:
+        others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        direct = f"{','.join(LOOPBACK)},{others}"
+        environment = {"LOAD_JOB": str(job_file), "no_proxy": direct, "NO_PROXY": direct, **OFFLINE}
+        with log_file.open("w") as log, os.fdopen(reading) as pipe:
             process = subprocess.Popen(
                 command,
-                env=environment,
+                env=os.environ | environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -222,17 +238,25 @@ def _events(name: str, command: list[str], job: dict) -> Iterator[dict]:
                 start_new_session=True,
             )
             os.close(writing)
+
+            def events():
+                yield from map(json.loads, pipe)
+                if code := process.wait():
+                    lines = log_file.read_text(errors="replace").split("\n")
+                    last = next((line for line in reversed(lines) if line.strip()), "it logged nothing")
+                    raise LoadError(f"{name} stopped with code {code}: {last.strip()}")
+
+            def permit():
+                with suppress(BrokenPipeError):
+                    os.write(process.stdin.fileno(), b".")
+
             try:
-                yield from map(json.loads, events)
-                code = process.wait()
+                yield events(), permit
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                process.wait()
                 process.stdin.close()
-        if code:
-            lines = log_file.read_text(errors="replace").strip().splitlines() or ["nothing in its log"]
-            raise LoadError(f"{name} stopped with code {code}: {lines[-1]}")
 
 
 def _served_model(base_url: str, model_name: str | None) -> str:
@@ -241,8 +265,9 @@ def _served_model(base_url: str, model_name: str | None) -> str:
     request = urllib.request.Request(url)
     if key := os.environ.get("OPENAI_API_KEY"):
         request.add_header("Authorization", f"Bearer {key}")
+    no_proxy = [urllib.request.ProxyHandler({})] if urlsplit(base_url).hostname in LOOPBACK else []
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.build_opener(*no_proxy).open(request, timeout=10) as response:
             names = [model["id"] for model in json.load(response)["data"]]
     except urllib.error.HTTPError as error:
         hint = "; set OPENAI_API_KEY" if error.code in (401, 403) else ""

@@ -1,7 +1,7 @@
 """Runs vLLM's own serving benchmark, once for each argument list of a job; helpers.load starts it as a process.
 
 One process for all plans, because importing vLLM takes ten seconds. The job is a JSON file named by LOAD_JOB: "runs" is
-a list of {argv, measured}, "events" the file descriptor for JSON lines (one a finished request, one a finished run).
+a list of {argv, warm_up}, "events" the file descriptor for JSON lines (one a finished request, one a finished run).
 """
 
 import json
@@ -12,8 +12,10 @@ import time
 import numpy as np
 
 
-def end_with_parent():
-    os.read(0, 1)
+def obey_parent(permits: threading.Semaphore):
+    """A byte on the standard input permits one run; its end means that the parent is gone."""
+    while os.read(0, 1):
+        permits.release()
     os._exit(1)
 
 
@@ -31,7 +33,8 @@ def planned_arrivals(count: int, rate: float, burstiness: float) -> list[float]:
 def main():
     with open(os.environ["LOAD_JOB"]) as file:
         job = json.load(file)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    permits = threading.Semaphore(0)
+    threading.Thread(target=obey_parent, args=(permits,), daemon=True).start()
     events = os.fdopen(job["events"], "w", buffering=1)
 
     def emit(**event):
@@ -64,10 +67,12 @@ def main():
     parser = FlexibleArgumentParser()
     serve.add_cli_args(parser)
     for run in job["runs"]:
+        permits.acquire()
+        if run["warm_up"]:
+            serve.main(parser.parse_args(run["warm_up"]))
         result = serve.main(parser.parse_args(run["argv"]))
-        if run["measured"]:
-            del result["generated_texts"]
-            emit(result=result, due=due)
+        del result["generated_texts"]
+        emit(result=result, due=due)
 
 
 if __name__ == "__main__":
