@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import hardware, record_set, records, sampler
+from helpers import hardware, models, record_set, records, sampler
+from helpers.guard import descendants
 from helpers.load import LoadError, LoadResult, Request
 
 ROOT = Path(__file__).parent.parent
@@ -19,8 +25,8 @@ POINTS = 5
 
 
 class FakeServer:
-    base_url, model_name, model_path, pid = "http://127.0.0.1:1", "m", "/", os.getpid()
-    start_seconds, command, running = 1.5, "vllm serve m", True
+    base_url, model_name, model_path, pid = "http://127.0.0.1:1", "m", str(ROOT), os.getpid()
+    start_seconds, command, running = 1.5, f"vllm serve {ROOT} --port 1", True
 
     class log:
         @staticmethod
@@ -104,7 +110,9 @@ def test_a_record_holds_conditions_metrics_series_and_energy_of_the_load_alone(t
     House().measure(tmp_path, only=("4 users",))
     (record,), _ = records.load_all(tmp_path)
     assert record.id.endswith("-cpu-closed-course-4-users") and record.facts["kv_tokens"] == 4096
-    assert record.parameters["concurrency"] == 4 and record.parameters["serve"]["dtype"] == "bfloat16"
+    assert record.facts["command"] == "vllm serve course --port 1"
+    assert record.parameters["concurrency"] == 4
+    assert record.parameters["serve"] == {**TIER.serve, "enable_prefix_caching": False}
     assert record.machine == hardware.machine() and record.versions == hardware.versions()
     repeat = record.repeats[0]
     assert repeat["median_ttft_ms"] == pytest.approx(100) and repeat["median_tpot_ms"] == pytest.approx(20)
@@ -221,3 +229,67 @@ def test_the_h200_set_fits_into_nine_minutes():
     tier = replace(hardware.tier("h200"), concurrency=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     assert len(tier.rates) == 5
     assert 3 * sum(record_set.predicted_seconds(plan, tier) for plan in record_set.plans(tier)) < 9 * 60
+
+
+SMALL_SET = """
+import sys
+from dataclasses import replace
+from helpers import cli, hardware
+small = replace(hardware.tier("cpu"), concurrency=[1, 2], rates=[], input_len=32, output_len=8, min_prompts=8)
+hardware.tier = lambda name: small
+sys.exit(cli.main(["record", "--out", sys.argv[1], "--repeats", "2"]))
+"""
+
+
+def start_small_set(folder: Path, model: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", SMALL_SET, str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"WORKBOOK_MODEL": str(model)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {process.pid for process in psutil.process_iter(["status"]) if process.info["status"] != "zombie"} & pids
+
+
+@pytest.mark.vllm
+def test_a_killed_set_leaves_no_server_and_is_resumed_to_one_record_a_point(tmp_path):
+    """Real server, real load. The server's own clock and counters are the second witness of the client's figures."""
+    model = models.write_shape_folder("course", tmp_path / "someone--course-shape")
+    folder = tmp_path / "records"
+    first = start_small_set(folder, model)
+    for line in first.stdout:
+        if line.startswith("[1/4]"):
+            break
+    below = descendants(first.pid)
+    assert below
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    deadline = time.monotonic() + 15
+    while (left := alive(below)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+    half, problems = records.load_all(folder)
+    assert problems == [] and sum(len(record.repeats) for record in half) >= 1
+
+    second = start_small_set(folder, model)
+    output, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, output
+    missing = 4 - sum(len(record.repeats) for record in half)
+    assert f"[{missing}/{missing}]" in output and "2 of 2 records complete" in output
+    made, problems = records.load_all(folder)
+    assert problems == [] and sorted(r.parameters["concurrency"] for r in made) == [1, 2]
+    for record in made:
+        assert record.complete and record.speed_only and len(record.repeats) == 2 and record.failures == []
+        assert record.model == "someone/course-shape" and str(tmp_path) not in str(record.facts)
+        assert record.facts["kv_tokens"] > 0 and record.facts["enable_prefix_caching"] is False
+        assert max(record.series["rss_gib"]) > 0.3
+        for repeat in record.repeats:
+            assert (repeat["completed"], repeat["failed"], repeat["total_output_tokens"]) == (8, 0, 64)
+            assert repeat["server_generation_throughput"] == pytest.approx(repeat["output_throughput"])
+            assert repeat["server_ttft_mean_s"] * 1000 <= repeat["mean_ttft_ms"]
+            assert repeat["server_e2e_mean_s"] * 1000 == pytest.approx(repeat["mean_e2el_ms"], rel=0.5)
