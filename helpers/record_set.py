@@ -86,10 +86,11 @@ def warm_up(tier: Tier) -> LoadPlan:
 def predicted_seconds(plan: LoadPlan, tier: Tier) -> float:
     """Duration of a load with its preparation, predicted: prefills take turns, all users share the decode steps."""
     ttft, tpot = WITHOUT_FLOORS
-    if tier.gpu:
-        scheme = "awq" if "awq" in tier.model.lower() else "bf16"
-        ttft = ABOVE_TTFT_FLOOR * capacity.ttft_floor(tier.model, tier.gpu, plan.input_len, scheme)
-        tpot = ABOVE_TPOT_FLOOR * capacity.tpot_floor(tier.model, tier.gpu, scheme)
+    with suppress(ValueError):  # a model whose shape is not known can be measured all the same
+        if tier.gpu:
+            scheme = "awq" if "awq" in tier.model.lower() else "bf16"
+            ttft = ABOVE_TTFT_FLOOR * capacity.ttft_floor(tier.model, tier.gpu, plan.input_len, scheme)
+            tpot = ABOVE_TPOT_FLOOR * capacity.tpot_floor(tier.model, tier.gpu, scheme)
     answer = (plan.output_len - 1) * tpot
     if plan.kind == "closed":
         seconds = plan.num_requests * (ttft + answer / plan.concurrency)

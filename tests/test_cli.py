@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers import cli, records
+from helpers import cli, load, records, serving
+from helpers.load import LoadPlan, LoadResult, Request
 from helpers.records import Record
 
 ROOT = Path(__file__).parent.parent
@@ -148,3 +149,65 @@ def test_claims_are_listed_by_verdict(capsys):
     assert "[false]" in out and "proof: " in out and "[true]" not in out
     assert cli.main(["claims", "--verdict", "flase"]) == 1
     assert "no verdict 'flase'; there are true," in capsys.readouterr().err
+
+
+def test_load_prints_a_row_a_load_and_fails_if_a_request_failed(monkeypatch, capsys):
+    asked = []
+
+    def stream(plans, **options):
+        asked.extend(plans)
+        for plan in plans:
+            good = Request(0.0, 0.1, [0.02] * 4, 0.18, 16, 5)
+            bad = Request(0.0, None, [], None, 16, 0, error="HTTP 500") if plan.concurrency == 8 else good
+            yield LoadResult(plan, options["driver"], "m", 2.0, [good, bad])
+
+    monkeypatch.setattr(load, "stream", stream)
+    lengths = ["--input-len", "16", "--output-len", "5"]
+    command = ["load", "http://127.0.0.1:1", "--tokenizer", "t", *lengths]
+    assert cli.main([*command, "--concurrency", "2", "4"]) == 0
+    assert asked == [
+        LoadPlan("closed", 4 * n, concurrency=n, input_len=16, output_len=5, seed=i) for i, n in enumerate((2, 4))
+    ]
+    assert [line.split()[:4] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["2", "users", "2", "0"],
+        ["4", "users", "2", "0"],
+    ]
+    assert cli.main([*command, "--concurrency", "8"]) == 1
+    assert "8 users: 1 failed: HTTP 500" in capsys.readouterr().err
+
+
+class FakeServer:
+    """A server that ends by itself, or is looked at just when somebody presses Ctrl-C."""
+
+    base_url, model_name, stopped = "http://127.0.0.1:1", "m", False
+
+    class log:
+        path = "vllm.log"
+
+        @staticmethod
+        def tail(n):
+            return "the last words"
+
+    def __init__(self, interrupted):
+        self.interrupted = interrupted
+
+    @property
+    def running(self):
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stopped = True
+
+
+@pytest.mark.parametrize(("interrupted", "status", "said"), [(True, 130, "interrupted"), (False, 1, "the last words")])
+def test_serve_prints_the_address_and_stops_the_server(monkeypatch, capsys, interrupted, status, said):
+    server = FakeServer(interrupted)
+    monkeypatch.setattr(serving, "serve", lambda model, **options: server)
+    assert cli.main(["serve", "--tier", "cpu"]) == status
+    out, err = capsys.readouterr()
+    assert "m at http://127.0.0.1:1/v1" in out and said in err and server.stopped
