@@ -1,0 +1,163 @@
+"""Both drivers on a real vLLM server: their numbers against vLLM's own result files and the server's own counters."""
+
+import threading
+import time
+
+import pytest
+
+from helpers import coursemodel, load
+from helpers.load import LoadPlan, drivers
+from helpers.load.readers import read_bench_serve
+from helpers.load.traces import write_sharegpt
+from helpers.metrics import golden, parse
+from helpers.serving import serve
+
+pytestmark = pytest.mark.vllm
+LENGTHS = {"input_len": 64, "output_len": 12}
+SLO = {"ttft_ms": 300.0, "tpot_ms": 60.0, "e2el_ms": 900.0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve(coursemodel.path(), load_format="dummy", max_model_len=2048, progress=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    report = "the bearing shows a crack of nine millimetres near the flange and no porosity was found "
+    talks = [(report[i % 70 :] + report * (i % 5), report[: 20 + 2 * i]) for i in range(40)]
+    return write_sharegpt(talks, tmp_path_factory.mktemp("trace") / "trace.json")
+
+
+def settled_metrics(server):
+    """The server's counters once the last request is booked, which may be after its answer."""
+    while parse(server.metrics_text()).total("vllm:num_requests_running"):
+        time.sleep(0.05)
+    return server.metrics_text()
+
+
+def measured(server, plans, driver, raw_dir):
+    """[(result, metrics before, metrics after)] of one stream."""
+    results = load.stream(
+        plans,
+        base_url=server.base_url,
+        tokenizer=coursemodel.path(),
+        driver=driver,
+        raw_dir=raw_dir,
+        progress=False,
+    )
+    found = []
+    for _ in plans:
+        before = settled_metrics(server)
+        found.append((next(results), before, settled_metrics(server)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def plans(trace):
+    return [
+        LoadPlan("closed", 16, concurrency=4, seed=1, **LENGTHS),
+        LoadPlan("open", 16, rate=8.0, burstiness=0.5, seed=2, **LENGTHS),
+        LoadPlan("closed", 8, concurrency=2, dataset=trace, seed=3),
+    ]
+
+
+@pytest.fixture(scope="module")
+def raw_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("raw")
+
+
+@pytest.fixture(scope="module")
+def by_vllm(server, plans, raw_dir):
+    """With vLLM's own goodput asked for, so that its result files hold one to compare with."""
+    ours = drivers.bench_arguments
+    limits = ["--goodput", *(f"{name.removesuffix('_ms')}:{limit}" for name, limit in SLO.items())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drivers, "bench_arguments", lambda *plan: ours(*plan) + limits)
+        return measured(server, plans, "vllm", raw_dir)
+
+
+@pytest.fixture(scope="module")
+def by_locust(server, plans, raw_dir):
+    return measured(server, [plans[0], plans[2]], "locust", raw_dir)
+
+
+def test_the_summary_is_the_one_that_vllm_writes(by_vllm, raw_dir):
+    for number, (result, _, _) in enumerate(by_vllm):
+        [written] = read_bench_serve(raw_dir / f"bench_serve_{number}.json")
+        summary = result.summary()
+        shared = set(summary) & set(written)
+        assert len(shared) == 8 + 4 * 5
+        assert {key: summary[key] for key in shared} == pytest.approx({key: written[key] for key in shared}, rel=1e-9)
+        assert result.goodput(**SLO) == pytest.approx(written["request_goodput"], rel=1e-9)
+
+
+def test_client_and_server_count_the_same(by_vllm, by_locust):
+    for result, before, after in by_vllm + by_locust:
+        grown, restarted = parse(after).since(parse(before))
+        summary = result.summary()
+        assert not restarted
+        assert summary["completed"] == result.plan.num_requests
+        assert grown.total("vllm:prompt_tokens_total") == summary["total_input_tokens"]
+        assert grown.total("vllm:generation_tokens_total") == summary["total_output_tokens"]
+        assert grown.total("vllm:request_success_total") == summary["completed"]
+        assert grown.total("vllm:time_to_first_token_seconds_count") == summary["completed"]
+        metrics = golden(before, after, seconds=result.duration)
+        assert metrics["success"].value["length"] == summary["completed"]
+        assert metrics["prompt_throughput"].value == pytest.approx(
+            summary["total_token_throughput"] - summary["output_throughput"]
+        )
+        assert 0 < metrics["ttft_mean"].value <= summary["mean_ttft_ms"] / 1000
+        assert 0 < metrics["e2e_mean"].value <= summary["mean_e2el_ms"] / 1000
+
+
+def test_every_golden_metric_is_there_after_a_load(by_vllm):
+    _, before, after = by_vllm[0]
+    for name, metric in golden(before, after, seconds=1.0, max_num_batched_tokens=2048).items():
+        assert metric.value is not None, f"{name}: {metric.note}"
+
+
+def test_both_drivers_put_the_same_load(by_vllm, by_locust):
+    for (vllm, _, _), (locust, _, _) in zip([by_vllm[0], by_vllm[2]], by_locust, strict=True):
+        assert vllm.completed == locust.completed
+        assert vllm.summary()["total_output_tokens"] == locust.summary()["total_output_tokens"]
+    sizes = [
+        sorted((request.input_tokens, request.output_tokens) for request in result.requests)
+        for result, _, _ in (by_vllm[2], by_locust[1])
+    ]
+    assert sizes[0] == sizes[1]
+    assert len(set(sizes[0])) > 4
+
+
+def test_an_open_loop_knows_when_it_meant_to_send(by_vllm):
+    """asyncio never wakes early, so a negative delay would mean that another schedule was reckoned than was kept."""
+    (closed, _, _), (result, _, _), _ = by_vllm
+    delays = [request.delay for request in result.requests]
+    assert min(delays) > -0.001
+    planned = [request.start - request.delay for request in result.requests]
+    assert planned == sorted(planned)
+    assert result.duration >= result.plan.num_requests / result.plan.rate
+    assert result.summary()["p99_delay_ms"] == result.percentile("delay", 99)
+    assert {request.delay for request in closed.requests} == {None}
+
+
+def test_a_server_that_dies_under_load(server):
+    """The last test of this server: it is stopped while requests are under way."""
+    booked = parse(server.metrics_text()).total("vllm:request_success_total")
+
+    def stop_when_busy():
+        while parse(server.metrics_text()).total("vllm:request_success_total") < booked + 4:
+            time.sleep(0.1)
+        server.stop()
+
+    stopper = threading.Thread(target=stop_when_busy)
+    stopper.start()
+    plan = LoadPlan("closed", 2000, concurrency=2, **LENGTHS)
+    result = load.run(plan, base_url=server.base_url, tokenizer=coursemodel.path(), progress=False)
+    stopper.join()
+    assert result.completed >= 4
+    assert result.failed > 1
+    assert result.completed + result.failed == 2000
+    assert all(reason and "\n" not in reason for reason in result.errors)
+    assert any("Cannot connect" in reason for reason in result.errors)
