@@ -99,7 +99,8 @@ def facts(text: str) -> dict[str, object]:
 _PREFIX = re.compile(
     r"^(?:[\w.-]+ +\| )?(?:\(\w[^)]*\) )*(?:(?P<level>[A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d )?(?:\[?[\w./]+\.py:\d+\] ?)?"
 )
-_EXCEPTION = re.compile(r"^(?P<type>(?:\w+\.)*\w*(?:Error|Exception|OutOfResources))(?:: (?P<message>.*)|\(.*\))$")
+_TYPE = r"(?:\w+\.)*(?:\w+Error|\w*Exception|OutOfResources)"
+_EXCEPTION = re.compile(rf"^(?P<type>{_TYPE})(?:: (?P<message>.*)|\(.*\))?$")
 _OTHER = re.compile(r"^(?:[\w.]+: error: |ERROR: +)(?P<message>.*)$")
 _WRAPPER = re.compile(r"[Ss]ee (?:root cause|stack trace)|for the root cause|core proc|encountered an issue")
 _CHAIN = re.compile(r"^(?:The above exception was the direct cause|During handling of the above exception)")
@@ -129,8 +130,11 @@ def root_cause(text: str) -> str | None:
 
 
 def _with_detail(lines: list[str], at: int) -> str:
-    """The exception's line; where that is only a heading (pydantic, Triton), with the line that says something."""
+    """The exception's line; where that says little (a bare assert, pydantic, Triton), with the line that says more."""
     match = _EXCEPTION.match(lines[at])
+    if lines[at] == match["type"]:
+        code = next((line.strip() for line in reversed(lines[:at]) if line.strip(" ^~")), "")
+        return f"{match['type']}: {code}"
     if "validation error" in lines[at]:
         return f"{match['type']}: {lines[at + 1].strip().split(' [type=')[0]}" if at + 1 < len(lines) else lines[at]
     if re.fullmatch(r"at \d+:\d+:", match["message"] or ""):

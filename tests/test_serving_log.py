@@ -222,6 +222,19 @@ def test_an_exception_that_vllm_survived_is_not_the_cause():
     assert root_cause("\n".join(log)) == "ValueError: the checkpoint lacks layers.0"
 
 
+def test_a_bare_assertion_is_told_with_its_code():
+    worker = "(Worker pid=2) ERROR 11-30 10:00:00 [worker.py:1] "
+    log = [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in load',
+        "    assert rows == 257",
+        "    ^^^^",
+        "",
+    ]
+    log = [worker + line for line in [*log, "AssertionError"]]
+    assert root_cause("\n".join(log)) == "AssertionError: assert rows == 257"
+
+
 def test_a_wrong_argument_is_the_cause():
     log = "usage: api_server.py [-h]\napi_server.py: error: argument --dtype: invalid choice: 'bf17'\n"
     assert root_cause(log) == "argument --dtype: invalid choice: 'bf17'"
