@@ -214,9 +214,10 @@ def max_concurrency(plan: MemoryPlan, context: int) -> int:
 def server_plan(model: ModelShape | str, card: GPU | str | None, options: dict, facts: dict) -> MemoryPlan:
     """The plan of a server from its start options (keywords of `serving.serve`) and the facts of its log.
 
-    From the facts come the block size, and what the profile run measured (activation, other memory), if logged.
+    From the facts come the block size, and what vLLM measured or estimated before it sized the pool
+    (activation, other memory, graphs), if logged.
     """
-    measured = {"activation": "activation_gib", "non_torch": "non_torch_gib"}
+    measured = {"activation": "activation_gib", "non_torch": "non_torch_gib", "cuda_graphs": "graph_estimate_gib"}
     names = (
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
