@@ -40,9 +40,9 @@ NOTES = (
 
 # For predictions only. A server needs more than the floors: one stream of Qwen2.5-7B (bf16, 1024 in, 128 out) on an
 # H200 took 4.67 ms a token and 31.4 ms to the first (vLLM 0.32.0, 2026-11-30), some 1.5 and 2 times the floors. Where
-# there are no floors: seconds of a prefill of 128 tokens and of a decode step, course model, two busy cores, same date.
+# there are no floors: seconds of a prefill of 128 tokens and of a decode step, course model, float32, two EPYC cores.
 ABOVE_TPOT_FLOOR, ABOVE_TTFT_FLOOR = 1.5, 2.0
-WITHOUT_FLOORS = 0.3, 0.015
+WITHOUT_FLOORS = 0.1, 0.016
 START_SECONDS = {True: 130, False: 40}
 PROMPTS_SECONDS = 2
 
@@ -51,7 +51,7 @@ def plans(tier: Tier) -> list[LoadPlan]:
     """The points of a tier: the ends of both lists first, then their middles, so that an early end leaves a curve.
 
     Closed loop: the tier's number of prompts, but at most four a user (16 for few users) and 512. Open loop: ten
-    seconds of arrivals, at least 12. No two points share a seed: a prompt is new to the server.
+    seconds of arrivals, at least 12. No two points share a seed.
     """
     lengths = {"input_len": tier.input_len, "output_len": tier.output_len}
     closed = [
@@ -321,14 +321,15 @@ def keep(record: Record, folder: Path) -> None:
 def alone(folder: Path) -> Iterator[None]:
     """Hold the folder until the block or the process ends; ValueError when another set is written into it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"another set is being recorded into {folder}: wait for it or give another folder"
-            ) from None
+            raise ValueError(f"another set is being recorded into {folder}: wait, or give another folder") from None
         yield
+    finally:
+        os.close(handle)
 
 
 def tokenizer_folder(model_path: str) -> str:
