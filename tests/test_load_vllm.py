@@ -1,7 +1,11 @@
 """Both drivers on a real vLLM server: their numbers against vLLM's own result files and the server's own counters."""
 
+import json
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +16,7 @@ from helpers.load.traces import write_sharegpt
 from helpers.metrics import golden, parse
 from helpers.serving import serve
 
+ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.vllm
 LENGTHS = {"input_len": 64, "output_len": 12}
 SLO = {"ttft_ms": 300.0, "tpot_ms": 60.0, "e2el_ms": 900.0}
@@ -128,6 +133,40 @@ def test_both_drivers_put_the_same_load(by_vllm, by_locust):
     ]
     assert sizes[0] == sizes[1]
     assert len(set(sizes[0])) > 4
+
+
+SCHEDULES = """
+import asyncio, json
+from types import SimpleNamespace
+import numpy as np
+from vllm.benchmarks import serve
+from helpers.load.vllm_runner import planned_arrivals
+
+now = 0.0
+
+async def sleep(seconds):
+    global now
+    now += seconds
+
+serve.asyncio, serve.time = SimpleNamespace(sleep=sleep), SimpleNamespace(time=lambda: now)
+
+async def sent(count, rate, burstiness):
+    return [now async for _ in serve.get_request([object()] * count, rate, burstiness)]
+
+found = []
+for seed, case in enumerate([(1, 0.5, 1.0), (20, 4.0, 1.0), (50, 8.0, 0.3), (50, 8.0, 40.0)]):
+    np.random.seed(seed)
+    now, planned = 0.0, planned_arrivals(*case)
+    found.append([planned, asyncio.run(sent(*case))])
+print(json.dumps(found))
+"""
+
+
+def test_the_planned_arrivals_are_those_of_vllm():
+    """On a clock that only vLLM's own sleeping moves."""
+    run = subprocess.run([sys.executable, "-c", SCHEDULES], cwd=ROOT, capture_output=True, text=True, check=True)
+    for planned, sent in json.loads(run.stdout.splitlines()[-1]):
+        assert planned == pytest.approx(sent, rel=1e-9)
 
 
 def test_an_open_loop_knows_when_it_meant_to_send(by_vllm):
