@@ -30,16 +30,15 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def descendants(root: int) -> set[int]:
-    """Process ids of everything below `root`, zombies left out."""
+    """Process ids of everything below `root`. Processes that come or go meanwhile may be missed: look again."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
+                parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            except (OSError, IndexError):
                 continue
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(entry.name))
+            children.setdefault(parent, []).append(int(entry.name))
     found, queue = set(), [root]
     while queue:
         below = children.get(queue.pop(), [])
@@ -74,17 +73,15 @@ class Guard:
     def _end(self, *_: object) -> None:
         self.ending = True
 
-    def reap(self) -> None:
-        """Collect ended children, adopted ones included, and keep the command's exit code."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid == self.command.pid:
-                self.code = os.waitstatus_to_exitcode(status)
+    def reap(self) -> bool:
+        """Collect ended children, adopted ones included; False when none is left, and so, for a subreaper, nothing."""
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if found[0] == self.command.pid:
+                    self.code = os.waitstatus_to_exitcode(found[1])
+        except ChildProcessError:
+            return False
+        return True
 
     def watch(self) -> None:
         """Return when the command has ended or the notebook is gone."""
@@ -96,22 +93,20 @@ class Guard:
 
     def finish(self) -> None:
         """Leave no process below the guard."""
-        deadline = time.monotonic() + GRACE_SECONDS
         if self.code is None:
             os.kill(self.command.pid, signal.SIGTERM)
-            while self.code is None and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS / 2)
-                self.reap()
-        while left := descendants(os.getpid()):
-            others = {pid for pid in left if not is_resource_tracker(pid)}
-            if others:
-                deadline = time.monotonic() + GRACE_SECONDS
-            for pid in others or (left if time.monotonic() > deadline else ()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        command_deadline = tracker_deadline = time.monotonic() + GRACE_SECONDS
+        while self.reap():
+            now = time.monotonic()
+            if self.code is not None or now > command_deadline:
+                left = descendants(os.getpid())
+                others = {pid for pid in left if not is_resource_tracker(pid)}
+                if others:
+                    tracker_deadline = now + GRACE_SECONDS
+                for pid in others or (left if now > tracker_deadline else ()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(POLL_SECONDS / 2)
-            self.reap()
-        self.reap()
 
 
 def main(arguments: list[str]) -> int:

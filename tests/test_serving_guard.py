@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -69,7 +70,7 @@ def notebook(request, tmp_path):
 
 
 def test_kill_9_of_the_notebook(notebook):
-    notebook.process.kill()
+    os.killpg(notebook.process.pid, signal.SIGKILL)
     notebook.remains.assert_gone()
 
 
@@ -149,5 +150,6 @@ def test_descendants_are_all_below_and_nobody_else():
         assert first.pid not in below and os.getpid() not in below
     finally:
         for pid in [first.pid, *guard.descendants(first.pid)]:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         first.wait()
