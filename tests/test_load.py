@@ -21,6 +21,7 @@ from server_tools import free_port, write_tiny_model
 from helpers import load
 from helpers.load import LoadError, LoadPlan, LoadResult, Request
 from helpers.load.readers import read_locust
+from helpers.load.traces import write_sharegpt
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOSED = LoadPlan("closed", 12, concurrency=3, input_len=20, output_len=5)
@@ -393,14 +394,16 @@ def test_an_open_loop_needs_the_other_driver(stub, tokenizer):
 
 def test_what_cannot_start_says_so_in_one_line(stub, tokenizer, tmp_path):
     options = {"base_url": stub.base_url, "tokenizer": tokenizer, "driver": "locust"}
-    trace = LoadPlan("closed", 2, concurrency=1, dataset=tmp_path / "absent.json")
+    absent = LoadPlan("closed", 2, concurrency=1, dataset=tmp_path / "absent.json")
+    short = LoadPlan("closed", 2, concurrency=1, dataset=write_sharegpt([("q", "a")], tmp_path / "short.json"))
     cases = [
         (CLOSED, {"base_url": f"http://127.0.0.1:{free_port()}"}, "no OpenAI-compatible server at .*refused"),
         (CLOSED, {"base_url": stub.base_url + "/elsewhere"}, "answers HTTP 404"),
         (CLOSED, {"model_name": "other"}, "serves stub, not other"),
         (CLOSED, {"tokenizer": tmp_path}, "has no tokenizer.json"),
         (CLOSED, {"driver": "jmeter"}, "no driver 'jmeter'"),
-        (trace, {}, "not a file in ShareGPT's format"),
+        (absent, {}, "not a file in ShareGPT's format"),
+        (short, {"driver": "vllm"}, "no conversation of 4 to 1024 tokens"),
     ]
     for plan, changes, problem in cases:
         with pytest.raises((LoadError, ValueError), match=problem) as error:

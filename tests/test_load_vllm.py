@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from server_tools import free_port
 
 from helpers import coursemodel, load
 from helpers.load import LoadPlan, drivers
@@ -75,11 +76,14 @@ def raw_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_vllm(server, plans, raw_dir):
-    """With vLLM's own goodput asked for, so that its result files hold one to compare with."""
+    """With vLLM's own goodput asked for, to compare with, and a dead proxy, which is not for this machine's servers."""
     ours = drivers.bench_arguments
     limits = ["--goodput", *(f"{name.removesuffix('_ms')}:{limit}" for name, limit in SLO.items())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drivers, "bench_arguments", lambda *plan: ours(*plan) + limits)
+        patch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+        patch.delenv("no_proxy", raising=False)
+        patch.delenv("NO_PROXY", raising=False)
         return measured(server, plans, "vllm", raw_dir)
 
 

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 from helpers.load.plan import LoadPlan
 from helpers.load.prompts import make_prompts
 from helpers.load.result import LoadResult, Request
-from helpers.load.traces import read_sharegpt
 
 LOOPBACK = ("127.0.0.1", "localhost")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -33,7 +32,8 @@ class LoadError(RuntimeError):
 def run(plans: LoadPlan | list[LoadPlan], **options) -> LoadResult | list[LoadResult]:
     """One result for one plan, or a list for a list; the options are those of `stream`."""
     if isinstance(plans, LoadPlan):
-        return next(iter(stream([plans], **options)))
+        [result] = stream([plans], **options)
+        return result
     return list(stream(plans, **options))
 
 
@@ -76,7 +76,7 @@ def stream(
         if driver == "vllm" and plan.think_time:
             raise LoadError('vLLM\'s benchmark has no think time: driver="locust" has')
         if plan.dataset != "random":
-            read_sharegpt(plan.dataset)
+            make_prompts(plan, tokenizer)  # ValueError if it has none that fit; vLLM only says IndexError
     if raw_dir is not None:
         Path(raw_dir).mkdir(parents=True, exist_ok=True)
 

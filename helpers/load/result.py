@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -70,8 +71,7 @@ class LoadResult:
     @property
     def errors(self) -> dict[str, int]:
         """Reason of failure -> number of requests, most frequent first."""
-        reasons = [request.error for request in self.requests if not request.ok]
-        return {reason: reasons.count(reason) for reason in sorted(set(reasons), key=lambda r: -reasons.count(r))}
+        return dict(Counter(request.error for request in self.requests if not request.ok).most_common())
 
     def values(self, metric: str) -> list[float]:
         """Seconds of one metric over the successful requests: one value a request, or one a gap for "itl"."""
