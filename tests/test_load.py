@@ -422,13 +422,12 @@ def test_results_come_one_by_one_and_the_next_load_waits_to_be_asked_for(stub, t
     assert not children_left()
 
 
-@pytest.mark.parametrize("driver", ["locust", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_interrupting_kills_the_driver(stub, tokenizer, driver):
+def test_interrupting_kills_the_driver(stub, tokenizer):
     stub.gap = 0.05
     stub.act = lambda number: os.kill(os.getpid(), signal.SIGINT) if number == 4 else None
     plan = LoadPlan("closed", 500, concurrency=2, input_len=20, output_len=20)
     with pytest.raises(KeyboardInterrupt):
-        load.run(plan, base_url=stub.base_url, tokenizer=tokenizer, driver=driver, progress=False)
+        locust(stub, tokenizer, plan=plan)
     assert 4 <= len(stub.bodies) < 500
     assert not children_left()
 

@@ -43,18 +43,17 @@ def settled_metrics(server):
     return server.metrics_text()
 
 
-def measured(server, plans, driver, raw_dir):
-    """[(result, metrics before, metrics after)] of one stream."""
-    results = load.stream(
-        plans,
-        base_url=server.base_url,
-        tokenizer=coursemodel.path(),
-        driver=driver,
-        raw_dir=raw_dir,
-        progress=False,
+def stream(server, plans, driver, raw_dir):
+    tokenizer = coursemodel.path()
+    return load.stream(
+        plans, base_url=server.base_url, tokenizer=tokenizer, driver=driver, raw_dir=raw_dir, progress=False
     )
+
+
+def measured(server, results, count):
+    """[(result, metrics before, metrics after)] of the next loads of a stream."""
     found = []
-    for _ in plans:
+    for _ in range(count):
         before = settled_metrics(server)
         found.append((next(results), before, settled_metrics(server)))
     return found
@@ -75,7 +74,13 @@ def raw_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def by_vllm(server, plans, raw_dir):
+def vllm_stream(server, plans, raw_dir):
+    """All loads of vLLM's driver in one process; the last one outlives its server."""
+    return stream(server, [*plans, LoadPlan("closed", 2000, concurrency=2, **LENGTHS)], "vllm", raw_dir)
+
+
+@pytest.fixture(scope="module")
+def by_vllm(server, plans, vllm_stream):
     """With vLLM's own goodput asked for, to compare with, and a dead proxy, which is not for this machine's servers."""
     ours = drivers.bench_arguments
     limits = ["--goodput", *(f"{name.removesuffix('_ms')}:{limit}" for name, limit in SLO.items())]
@@ -84,12 +89,12 @@ def by_vllm(server, plans, raw_dir):
         patch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
         patch.delenv("no_proxy", raising=False)
         patch.delenv("NO_PROXY", raising=False)
-        return measured(server, plans, "vllm", raw_dir)
+        return measured(server, vllm_stream, len(plans))
 
 
 @pytest.fixture(scope="module")
 def by_locust(server, plans, raw_dir):
-    return measured(server, [plans[0], plans[2]], "locust", raw_dir)
+    return measured(server, stream(server, [plans[0], plans[2]], "locust", raw_dir), 2)
 
 
 def test_the_summary_is_the_one_that_vllm_writes(by_vllm, raw_dir):
@@ -185,7 +190,7 @@ def test_an_open_loop_knows_when_it_meant_to_send(by_vllm):
     assert {request.delay for request in closed.requests} == {None}
 
 
-def test_a_server_that_dies_under_load(server):
+def test_a_server_that_dies_under_load(server, by_vllm, vllm_stream):
     """The last test of this server: it is stopped while requests are under way."""
     booked = parse(server.metrics_text()).total("vllm:request_success_total")
 
@@ -196,11 +201,11 @@ def test_a_server_that_dies_under_load(server):
 
     stopper = threading.Thread(target=stop_when_busy)
     stopper.start()
-    plan = LoadPlan("closed", 2000, concurrency=2, **LENGTHS)
-    result = load.run(plan, base_url=server.base_url, tokenizer=coursemodel.path(), progress=False)
+    result = next(vllm_stream)
     stopper.join()
     assert result.completed >= 4
     assert result.failed > 1
     assert result.completed + result.failed == 2000
     assert all(reason and "\n" not in reason for reason in result.errors)
     assert any("Cannot connect" in reason for reason in result.errors)
+    assert next(vllm_stream, None) is None
