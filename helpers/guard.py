@@ -9,7 +9,8 @@ When the command ends by itself, what it left behind is ended the same way. The 
 
 It is a subreaper: orphans of the command become its children, so the tree of processes below it is complete even when
 they start sessions of their own or change their names. Python's resource trackers are spared until the rest is gone:
-they remove the shared memory that killed processes leave behind. Standard library only; Linux.
+they remove the shared memory that killed processes leave behind. vLLM's sockets, which it leaves even after a clean
+exit, lie in a folder that goes with the guard. Standard library only; Linux.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -55,7 +57,7 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 class Guard:
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], folder: str) -> None:
         self.ending = False
         self.code: int | None = None
         prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -67,6 +69,7 @@ class Guard:
             command,
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
+            env=os.environ | {"VLLM_RPC_BASE_PATH": folder},
             preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
         )
 
@@ -113,10 +116,11 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] != ["--"] or len(arguments) < 2:
         print("usage: guard.py -- command [argument ...]", file=sys.stderr)
         return 2
-    guard = Guard(arguments[1:])
-    print(guard.command.pid, flush=True)
-    guard.watch()
-    guard.finish()
+    with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as folder:
+        guard = Guard(arguments[1:], folder)
+        print(guard.command.pid, flush=True)
+        guard.watch()
+        guard.finish()
     return guard.code if guard.code >= 0 else 128 - guard.code
 
 

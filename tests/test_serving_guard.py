@@ -135,6 +135,12 @@ def test_standard_output_of_the_command_is_kept_apart_from_its_process_id():
     assert done.stderr.split()[1] == "out"
 
 
+def test_the_folder_of_the_sockets_goes_with_the_guard():
+    done = run_guard("--", "sh", "-c", 'touch "$VLLM_RPC_BASE_PATH/socket" && echo "$VLLM_RPC_BASE_PATH"')
+    assert done.returncode == 0
+    assert not Path(done.stderr.strip()).exists()
+
+
 def test_usage():
     done = run_guard("sleep", "1")
     assert (done.returncode, done.stdout) == (2, "")
