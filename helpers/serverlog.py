@@ -81,7 +81,11 @@ _FACTS = {
     "max_concurrency": (float, rf"Maximum concurrency for [\d,]+ tokens per request: {_NUMBER}x"),
     "compile_seconds": (float, rf"torch\.compile (?:takes|took) {_NUMBER} s in total"),
     "graph_capture_seconds": (float, rf"Graph capturing finished in {_NUMBER} sec"),
-    "graph_estimate_gib": (float, rf"Estimated CUDA graph memory: {_SIZE} total"),
+    "graph_estimate_gib": (
+        float,
+        rf"graph pool memory: .* {_SIZE} \(estimated\)",
+        rf"Estimated CUDA graph memory: {_SIZE}",
+    ),
     "graph_gib": (float, rf"Graph capturing finished in [\d.]+ secs?, took {_SIZE}"),
     "init_seconds": (float, rf"init engine \(.*?\) took {_NUMBER} s"),
 }
