@@ -319,7 +319,7 @@ def _known() -> dict[str, dict]:
 def _config(name_or_path: str | os.PathLike) -> tuple[dict, str]:
     """(config, name) of a known name or of a path."""
     text = os.fspath(name_or_path)
-    if text == "course":
+    if text == "course" or Path(text).resolve() == COURSE_FOLDER.resolve():
         return _read_config(COURSE_FOLDER)[0], "course"
     if os.path.exists(text):
         return _read_config(Path(text))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from pathlib import Path
 
 
@@ -180,7 +181,8 @@ class Log:
         return self.text
 
     def _repr_html_(self) -> str:
-        lines = self.lines
+        """The log, folded; without the path of this Python environment, which says nothing to a reader."""
+        lines = [line.replace(sys.prefix, "…") for line in self.lines]
         return (
             f"<details><summary>vLLM log, {len(lines)} lines</summary>"
             f'<pre style="max-height: 24em; overflow: auto">{html.escape(chr(10).join(lines))}</pre></details>'

@@ -214,7 +214,7 @@ def serve(
     with _reserved_port(port) as port:
         arguments = ["--host", HOST, "--port", str(port), *chosen.arguments()]
         server = Server(f"http://{HOST}:{port}", chosen.served_model_name or name)
-        server.model_path = str(folder or model)
+        server.model_path = str(model) if folder is None else _shortest(folder)
         server.options = chosen
         server.command = shlex.join(["vllm", "serve", server.model_path, *arguments])
         server.log = Log(log_path)
@@ -279,6 +279,11 @@ def _model_folder(model: str | Path, load_format: object) -> Path | None:
             f"{folder}: no *.safetensors in it; load_format='dummy' serves random weights, for speed only."
         )
     return folder
+
+
+def _shortest(folder: Path) -> str:
+    """The folder's path, relative where that is shorter, so that logs and commands read well elsewhere."""
+    return min(str(folder), os.path.relpath(folder), key=len)
 
 
 @contextmanager

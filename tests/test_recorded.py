@@ -31,6 +31,4 @@ def test_no_recorded_step_is_faster_than_the_card(run):
 def test_the_memory_plan_gives_the_pool_that_vllm_logged_on_the_card(run):
     plan = server_plan("Qwen2.5-7B", gpu("H200"), run.parameters["serve"], run.facts)
     assert plan.kv_tokens == pytest.approx(run.facts["kv_tokens"], rel=0.01)
-    assert plan.weights / 2**30 == pytest.approx(
-        run.facts["weights_gib"], rel=0.01
-    )
+    assert plan.weights / 2**30 == pytest.approx(run.facts["weights_gib"], rel=0.01)
