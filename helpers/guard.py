@@ -118,9 +118,11 @@ def main(arguments: list[str]) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as folder:
         guard = Guard(arguments[1:], folder)
-        print(guard.command.pid, flush=True)
-        guard.watch()
-        guard.finish()
+        try:
+            os.write(1, f"{guard.command.pid}\n".encode())
+            guard.watch()
+        finally:
+            guard.finish()
     return guard.code if guard.code >= 0 else 128 - guard.code
 
 

@@ -83,6 +83,24 @@ def shared_memory_of(pids: set[int]) -> set[Path]:
     return {path for path in found if path.exists()}
 
 
+def sockets_of(pids: set[int]) -> set[Path]:
+    """Unix sockets in the file system that these processes have open."""
+    paths = {
+        f"socket:[{line[6]}]": line[7] for line in _table("/proc/net/unix") if len(line) == 8 and line[7][0] == "/"
+    }
+    found = set()
+    for link in (link for pid in pids for link in Path("/proc").glob(f"{pid}/fd/*")):
+        try:
+            found.add(paths.get(str(link.readlink())))
+        except OSError:
+            continue
+    return {Path(path) for path in found - {None}}
+
+
+def _table(path: str) -> list[list[str]]:
+    return [line.split() for line in Path(path).read_text().splitlines()]
+
+
 def wait_until(condition, seconds: float, what: str):
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -98,12 +116,14 @@ class Remains:
         self.log, self.port = log, port
         self.pids = processes_of(log)
         self.segments = shared_memory_of(self.pids)
+        self.sockets = sockets_of(self.pids)
 
     def now(self) -> dict[str, object]:
         remains = {
             "processes": processes_of(self.log) | {pid for pid in self.pids if _alive(pid)},
             "port": listening(self.port) and self.port,
             "shared memory": {path for path in self.segments if path.exists()},
+            "sockets": {path for path in self.sockets if path.exists()},
         }
         return {kind: what for kind, what in remains.items() if what}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -72,7 +73,7 @@ def test_rss_of_a_tree_is_what_its_processes_allocated_and_what_proc_says(child)
         wait_for(samples, 3)
     proc_kib = sum(int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) for pid in pids)
     for pid in pids[1:]:
-        subprocess.run(["/bin/kill", "-9", str(pid)], check=True)
+        os.kill(pid, signal.SIGKILL)
     rss = samples.columns["rss_gib"][-1]
     assert rss == pytest.approx(proc_kib / MIB, rel=0.01)
     assert 500 / 1024 < rss < 600 / 1024

@@ -113,6 +113,17 @@ time.sleep(60)
         os.killpg(notebook.pid, signal.SIGKILL)
 
 
+def test_a_notebook_that_is_gone_before_the_server_is_there(tmp_path):
+    read, write = os.pipe()
+    os.close(read)  # nobody is left to be told the process id
+    with open(tmp_path / "server.log", "wb") as log:
+        command = [sys.executable, guard.__file__, "--", "sh", "-c", "sleep 600 & wait"]
+        done = subprocess.run(command, stdin=subprocess.PIPE, stdout=write, stderr=log, timeout=30)
+    os.close(write)
+    assert done.returncode != 0
+    assert processes_of(tmp_path / "server.log") == set()
+
+
 def run_guard(*command: str) -> subprocess.CompletedProcess:
     read, write = os.pipe()  # kept open: its end would end the command
     try:
