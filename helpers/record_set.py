@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -225,9 +226,14 @@ def session(
     tier: Tier, server: Server, left: list[tuple[Point, int]], stream: Callable, sample: Callable
 ) -> Iterator[tuple[Point, str]]:
     """Work off `left` on one server: (point, line to show) after each load. Ends early when server or load dies."""
-    facts = {**server.log.facts(), "start_seconds": round(server.start_seconds, 1), "command": server.command}
-    for name in ("model", "command"):  # without the path of somebody's folder
-        facts[name] = facts.get(name, "").replace(server.model_path, model_name(tier))
+    words = shlex.split(server.command)
+    words[2] = model_name(tier)  # not the path of somebody's folder
+    facts = {
+        **server.log.facts(),
+        "model": model_name(tier),
+        "start_seconds": round(server.start_seconds, 1),
+        "command": shlex.join(words),
+    }
     loads = [warm_up(tier), *(replace(p.plan, seed=p.plan.seed + number * SEED_STEP) for p, number in left)]
     results = stream(
         loads,

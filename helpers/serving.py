@@ -214,16 +214,17 @@ def serve(
     with _reserved_port(port) as port:
         arguments = ["--host", HOST, "--port", str(port), *chosen.arguments()]
         server = Server(f"http://{HOST}:{port}", chosen.served_model_name or name)
-        server.model_path = str(model) if folder is None else _shortest(folder)
+        argument = str(model) if folder is None else _shortest(folder)
+        server.model_path = str(model) if folder is None else str(folder.resolve())
         server.options = chosen
-        server.command = shlex.join(["vllm", "serve", server.model_path, *arguments])
+        server.command = shlex.join(["vllm", "serve", argument, *arguments])
         server.log = Log(log_path)
         guard = (sys.executable, "-IS", str(Path(__file__).with_name("guard.py")), "--")
         start = time.monotonic()
         try:
             with open(log_path, "wb") as log_file:
                 server._guard = subprocess.Popen(
-                    [*guard, sys.executable, "-c", LAUNCH, "--model", server.model_path, *arguments],
+                    [*guard, sys.executable, "-c", LAUNCH, "--model", argument, *arguments],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log_file,

@@ -77,3 +77,13 @@ def test_a_cell_may_not_take_nbvals_half_hour(tmp_path):
     conftest.write_text(conftest.read_text().replace("CELL_TIMEOUT = 300", "CELL_TIMEOUT = 2"))
     counts, output = run_pytest(tmp_path, "--nbval", ".")
     assert counts == {"failed": 1} and "Timeout of 2 seconds" in output
+
+
+@pytest.mark.parametrize(("here", "counts"), [("cpu", {"failed": 1}), ("h200", {"passed": 1})])
+def test_a_cell_that_depends_on_the_tier_is_compared_on_its_own_tier_only(tmp_path, here, counts):
+    cell = nbformat.v4.new_code_cell("print(42)", execution_count=1, metadata={"tags": ["tier"]})
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="41\n")]
+    notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"workbook": {"tier": "cpu"}})
+    nbformat.write(notebook, tmp_path / "small.ipynb")
+    shutil.copy(ROOT / "notebooks/conftest.py", tmp_path)
+    assert run_pytest(tmp_path, "--nbval", ".", WORKBOOK_TIER=here)[0] == counts
