@@ -16,7 +16,7 @@ def pytest_collectstart(collector):
 
 
 def pytest_collection_modifyitems(items):
-    """A cell tagged `tier` is compared only on the tier that its notebook was stored on; elsewhere it just has to run."""
+    """A cell tagged `tier` is compared only on the tier that its notebook was stored on; elsewhere it has to run."""
     here = hardware.tier().name
     for item in items:
         cell = getattr(item, "cell", None)
