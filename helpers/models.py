@@ -5,6 +5,7 @@ Everything here is arithmetic on a Hugging Face `config.json`; nothing is loaded
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -267,7 +268,7 @@ def write_shape_folder(name_or_path: str | os.PathLike, folder: str | os.PathLik
     """Write a folder that vLLM serves with `--load-format dummy`: true shape and speed, no weights, no quality.
 
     It holds the model's config.json (for "awq" with AutoAWQ's quantization_config) and the course model's tokenizer,
-    whose vocabulary is smaller than the model's. Returns the folder.
+    grown to the model's vocabulary: a token without a text costs vLLM more time than a real one. Returns the folder.
     """
     config, name = _config(name_or_path)
     from_config(config, name)
@@ -283,10 +284,29 @@ def write_shape_folder(name_or_path: str | os.PathLike, folder: str | os.PathLik
     for file in TOKENIZER_FILES:
         if (COURSE_FOLDER / file).exists():
             shutil.copyfile(COURSE_FOLDER / file, folder / file)
+    tokenizer = json.loads((COURSE_FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer.json").write_text(json.dumps(_grown(tokenizer, config["vocab_size"])), encoding="utf-8")
     temporary = folder / f".config.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, folder / "config.json")
     return folder
+
+
+def _grown(tokenizer: dict, size: int) -> dict:
+    """A BPE tokenizer with more tokens, each the merge of two words of its vocabulary, up to `size` ids."""
+    words, merges = dict(tokenizer["model"]["vocab"]), list(tokenizer["model"]["merges"])
+    special = tokenizer["added_tokens"]
+    starts = [word for word in words if re.fullmatch("Ġ[a-z]+", word)]
+    ends = [word for word in words if re.fullmatch("[a-z]+", word)]
+    for start, end in itertools.product(starts, ends):
+        if len(words) + len(special) >= size:
+            break
+        if start + end not in words:
+            words[start + end] = len(words)
+            merges.append([start, end])
+    special = [token | {"id": len(words) + number} for number, token in enumerate(special)]
+    model = {**tokenizer["model"], "vocab": words, "merges": merges}
+    return {**tokenizer, "model": model, "added_tokens": special}
 
 
 def _sliding_layers(config: dict, model_type: str, layers: int, where: str, size) -> int:

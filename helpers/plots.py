@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from helpers import hardware, records
 
@@ -134,7 +134,10 @@ def over_load(
             axis.axhline(value, color=MUTED, linestyle="--", linewidth=1)
             axis.annotate(label, (0.98, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
         axis.set(xscale="log", yscale="log", xlabel=x, title=title)
-        axis.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
+        if all(float(tick).is_integer() for tick in ticks):
+            axis.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
+        else:
+            _one_two_five(axis.xaxis)
         _one_two_five(axis.yaxis)
         axis.minorticks_off()
     axes[0].legend()
@@ -153,6 +156,7 @@ def timeline(result: LoadResult, caption: str) -> Figure:
         decoding = request.e2e - request.ttft
         axis.barh(row, decoding, left=request.start + request.ttft, color=HERE, label="decode" if not row else None)
     axis.set(xlabel="seconds since the first request was sent", ylabel="request", title=result.plan.name)
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.invert_yaxis()
     axis.legend(loc="lower left")
     return _finish(figure, caption)
@@ -168,7 +172,7 @@ def arrivals(seconds: list[float], caption: str) -> Figure:
     axis.axvspan(0, seconds[0], color=PARTS[1], alpha=0.4)
     axis.annotate("TTFT", (seconds[0] / 2, len(seconds) * 0.9), ha="center", fontsize=9)
     axis.annotate(
-        "slope: one token every TPOT", (seconds[len(seconds) // 2], len(seconds) / 2), xytext=(12, -14),
+        "slope: one token every TPOT", (seconds[len(seconds) // 3], len(seconds) / 3), xytext=(14, -12),
         textcoords="offset points", fontsize=9,
     )  # fmt: skip
     axis.set(xlabel="seconds since the request was sent", ylabel="tokens received", xlim=(0, None), ylim=(0, None))
@@ -242,6 +246,8 @@ def distribution(values_ms: dict[str, list[float]], bounds_ms: list[float], capt
     axis.set(
         xscale="log", xlabel=unit, ylabel="share of requests", title="dotted: bucket bounds of the server's histogram"
     )
+    _one_two_five(axis.xaxis)
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.legend(loc="center left")
     return _finish(figure, caption)
 

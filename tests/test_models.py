@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import models
-from helpers.models import WeightScheme, awq, from_config, shape, write_shape_folder
+from helpers.models import COURSE_FOLDER, WeightScheme, awq, from_config, shape, write_shape_folder
 
 # Parameters in billions from the model cards, KV bytes per token at 16 bits by hand: 2 x layers x KV heads x head x 2.
 PUBLISHED = {
@@ -262,3 +262,15 @@ def test_a_shape_folder_has_a_tokenizer_and_no_weights(tmp_path):
     assert (folder / "tokenizer.json").exists() and not list(folder.glob("*.safetensors"))
     with pytest.raises(ValueError, match="bf16, fp16 or awq"):
         write_shape_folder("Qwen2.5-7B", tmp_path, "fp8")
+
+
+def test_every_id_of_a_shape_has_a_text_and_common_text_keeps_its_tokens(tmp_path):
+    from tokenizers import Tokenizer
+
+    folder = write_shape_folder("Qwen2.5-7B", tmp_path / "shape")
+    grown, course = (Tokenizer.from_file(str(f / "tokenizer.json")) for f in (folder, COURSE_FOLDER))
+    assert grown.get_vocab_size() == 152_064
+    assert all(grown.id_to_token(number) for number in range(152_064))
+    assert sorted(grown.get_vocab().values()) == list(range(152_064))
+    text = "The porosity of flange AB-1234 is 3.75 %."
+    assert course.decode(course.encode(text).ids) == grown.decode(grown.encode(text).ids) == text

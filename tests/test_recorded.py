@@ -32,3 +32,12 @@ def test_the_memory_plan_gives_the_pool_that_vllm_logged_on_the_card(run):
     plan = server_plan("Qwen2.5-7B", gpu("H200"), run.parameters["serve"], run.facts)
     assert plan.kv_tokens == pytest.approx(run.facts["kv_tokens"], rel=0.01)
     assert plan.weights / 2**30 == pytest.approx(run.facts["weights_gib"], rel=0.01)
+
+
+def test_what_graphs_and_compilation_bring_depends_on_the_batch():
+    def tpot(eager: bool, streams: int) -> float:
+        runs = records.select(RUNS, tier="h200", kind="closed", concurrency=streams)
+        return next(run for run in runs if run.facts["enforce_eager"] == eager).median("median_tpot_ms")
+
+    gains = [tpot(True, streams) / tpot(False, streams) for streams in (1, 64, 256)]
+    assert gains[0] > 3 and 1.3 < gains[1] < 2.5 and gains[2] < 1.15  # and 1.15 is none of the first two
