@@ -55,7 +55,8 @@ def test_a_server_from_start_to_end(start, model, capsys):
     ) as server:
         arguments = received(server)["arguments"]
         port = server.base_url.rpartition(":")[2]
-        assert arguments[:6] == ["--model", str(model), "--host", "127.0.0.1", "--port", port]
+        assert arguments[:6] == ["--model", arguments[1], "--host", "127.0.0.1", "--port", port]
+        assert Path(arguments[1]).resolve() == model
         assert arguments[-2:] == ["--api-key", "k 1"]
         assert sorted(shlex.join(arguments[6:-2]).split(" --")) == [
             "--served-model-name 'tiny <model>'",
@@ -63,7 +64,7 @@ def test_a_server_from_start_to_end(start, model, capsys):
             "max-model-len 512",
             "no-enable-prefix-caching",
         ]
-        assert shlex.split(server.command) == ["vllm", "serve", str(model), *arguments[2:]]
+        assert shlex.split(server.command) == ["vllm", "serve", *arguments[1:]]
         assert Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")[-2] == b"k 1"
         assert (server.model_name, server.model_path) == ("tiny <model>", str(model))
         assert server.options.max_model_len == 512
@@ -74,6 +75,13 @@ def test_a_server_from_start_to_end(start, model, capsys):
     server.stop()  # a second time
     remains.assert_gone()
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_folder_is_named_by_its_shorter_path(start, model, monkeypatch, inside):
+    monkeypatch.chdir(model.parent if inside else "/")
+    with start() as server:
+        assert received(server)["arguments"][1] == (model.name if inside else str(model)[1:])
 
 
 def test_an_error_in_the_block_ends_the_server(start):
