@@ -268,7 +268,7 @@ def write_shape_folder(name_or_path: str | os.PathLike, folder: str | os.PathLik
     """Write a folder that vLLM serves with `--load-format dummy`: true shape and speed, no weights, no quality.
 
     It holds the model's config.json (for "awq" with AutoAWQ's quantization_config) and the course model's tokenizer,
-    grown to the model's vocabulary: a token without a text costs vLLM more time than a real one. Returns the folder.
+    grown to the model's vocabulary, so that every id has a text and random prompts are as varied. Returns the folder.
     """
     config, name = _config(name_or_path)
     from_config(config, name)
