@@ -12,7 +12,9 @@ lab: env  ## read and run the notebooks in a browser
 	@$(BIN)/jupyter lab --ip=127.0.0.1 --allow-root
 
 test: env lint  ## every test, and every notebook against its stored outputs
-	@$(BIN)/python -m pytest --nbval --durations=20 tests notebooks
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not vllm" tests
+	@$(BIN)/python -m pytest --durations=10 -m vllm tests
+	@$(BIN)/python -m pytest --durations=10 --nbval notebooks
 
 env:
 	@$(PYTHON) -m helpers.course.environment
